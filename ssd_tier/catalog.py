@@ -1,0 +1,151 @@
+"""What is on the SSD, in RAM: one entry a block, in order of use.
+
+The order is kept leaf-first: whoever touches a block touches its ancestors after it, so the least recently used entry
+is one that nothing hangs on. Only the loop thread changes the catalog.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+
+from ssd_tier.leaf_first import leaf_first
+
+
+class Entry:
+    """One block on the SSD: the row of the index, and how many of its children are here too."""
+
+    __slots__ = (
+        "children", "created", "file_bytes", "generation", "hits", "ids", "key", "namespace", "parent", "raw_bytes",
+        "seq", "start",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        key: bytes,
+        namespace: bytes,
+        parent: bytes,
+        generation: int,
+        start: int,
+        ids: bytes,
+        file_bytes: int,
+        raw_bytes: int,
+        seq: int = 0,
+        hits: int = 0,
+        created: int = 0,
+    ) -> None:
+        self.key = key
+        self.namespace = namespace
+        self.parent = parent
+        self.generation = generation
+        self.start = start
+        self.ids = ids
+        self.file_bytes = file_bytes
+        self.raw_bytes = raw_bytes
+        self.seq = seq
+        self.hits = hits
+        self.created = created
+        self.children = 0
+
+
+class Catalog:
+    """Entries by key, least recently used first. `file_bytes` and `raw_bytes` are sums over all of them."""
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        """`entries` in their order of use, least recent first."""
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict((e.key, e) for e in entries)
+        self.file_bytes = sum(e.file_bytes for e in self._entries.values())
+        self.raw_bytes = sum(e.raw_bytes for e in self._entries.values())
+        self._clock = max((e.seq for e in self._entries.values()), default=0)
+        self._changed: dict[bytes, Entry] = {}
+        for e in self._entries.values():
+            parent = self._entries.get(e.parent)
+            if parent:
+                parent.children += 1
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def get(self, key: bytes) -> Entry | None:
+        """The entry, untouched."""
+        return self._entries.get(key)
+
+    def add(self, entry: Entry) -> None:
+        """Take a new entry as the most recently used, and its ancestors after it."""
+        self._entries[entry.key] = entry
+        self.file_bytes += entry.file_bytes
+        self.raw_bytes += entry.raw_bytes
+        parent = self._entries.get(entry.parent)
+        if parent:
+            parent.children += 1
+        self.touch(self.chain(entry.key))
+
+    def remove(self, key: bytes) -> Entry | None:
+        """Forget an entry; None where it is not here."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return None
+        self._changed.pop(key, None)
+        self.file_bytes -= entry.file_bytes
+        self.raw_bytes -= entry.raw_bytes
+        parent = self._entries.get(entry.parent)
+        if parent:
+            parent.children -= 1
+        return entry
+
+    def touch(self, keys: Iterable[bytes], *, hit: bool = False) -> None:
+        """Mark entries as just used, in the order given: leaf first, root last. Unknown keys are passed over."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None:
+                continue
+            self._entries.move_to_end(key)
+            self._clock += 1
+            entry.seq = self._clock
+            entry.hits += hit
+            self._changed[key] = entry
+
+    def chain(self, key: bytes) -> list[bytes]:
+        """The entry and its ancestors that are here, leaf first."""
+        keys = []
+        entry = self._entries.get(key)
+        while entry:
+            keys.append(entry.key)
+            entry = self._entries.get(entry.parent)
+        return keys
+
+    def victims(self, nbytes: int, spare: Collection[bytes] = ()) -> list[Entry]:
+        """Entries to remove so that `nbytes` of files go: least recently used leaves first, none of `spare`.
+
+        Changes nothing; may fall short.
+        """
+        return leaf_first(
+            self._entries.values(),
+            nbytes,
+            name=lambda e: e.key,
+            parent=lambda e: e.parent,
+            children=lambda e: e.children,
+            size=lambda e: e.file_bytes,
+            free=lambda e: e.key not in spare,
+        )
+
+    def take_changed(self) -> list[Entry]:
+        """Entries whose recency or hits changed since the last call."""
+        changed = list(self._changed.values())
+        self._changed.clear()
+        return changed
+
+    def check_integrity(self) -> None:
+        """Recompute the sums and the counts of children; AssertionError where they differ."""
+        assert self.file_bytes == sum(e.file_bytes for e in self), "file bytes"
+        assert self.raw_bytes == sum(e.raw_bytes for e in self), "raw bytes"
+        children: dict[bytes, int] = {}
+        for e in self:
+            children[e.parent] = children.get(e.parent, 0) + 1
+        assert all(e.children == children.get(e.key, 0) for e in self), "children"

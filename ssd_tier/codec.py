@@ -1,0 +1,162 @@
+"""Lossless compression of attention state: byte planes, and zstandard where that pays.
+
+Of a 16-bit float of attention state the exponent compresses well and the mantissa not at all, and interleaved they hide
+this from an entropy coder. So the bits are rotated left by one (the sign goes to the end, the exponent fills whole
+bytes), the plane of exponents is compressed, the rest is stored as it is. Nothing but the exponents' frequencies can be
+gained, so the search for repeats is cut to a minimum: a third of level 1's time, and no larger.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from ssd_tier.buffers import Bytes, view
+from ssd_tier.errors import BlobDamaged
+
+Codec = Literal["raw", "zstd"]
+
+PAYS = 0.95  # a plane that keeps more than this share of its bytes is stored as it is
+_CHUNK = 1 << 17  # elements per pass: the temporaries stay in the second-level cache
+_WIDTH = {"BF16": 2, "F16": 2, "F32": 4}  # dtypes that are split into planes, and their bytes
+
+
+class Part(NamedTuple):
+    """One stored stretch of bytes: how it is coded, what it decodes to (bytes), and the bytes in the file."""
+
+    codec: Codec
+    raw_bytes: int
+    data: Bytes
+
+
+class _Coders(threading.local):
+    """zstandard's contexts must not be shared between threads."""
+
+    def __init__(self) -> None:
+        self.compressors: dict[tuple[int, bool], zstandard.ZstdCompressor] = {}
+        self.decompressor = zstandard.ZstdDecompressor()
+
+    def compressor(self, level: int, entropy_only: bool) -> zstandard.ZstdCompressor:
+        coder = self.compressors.get((level, entropy_only))
+        if coder is None:
+            if entropy_only:
+                parameters = zstandard.ZstdCompressionParameters.from_level(
+                    level,
+                    strategy=zstandard.STRATEGY_FAST,
+                    min_match=7,
+                    hash_log=6,
+                    chain_log=6,
+                    search_log=1,
+                    window_log=17,
+                    target_length=0,
+                )
+                coder = zstandard.ZstdCompressor(compression_params=parameters)
+            else:
+                coder = zstandard.ZstdCompressor(level=level)
+            self.compressors[level, entropy_only] = coder
+        return coder
+
+
+_coders = _Coders()
+
+
+def encode(data: Bytes, dtype: str, level: int | None) -> list[Part]:
+    """Code a stretch of one dtype (safetensors' names) at zstandard `level`, or uncompressed where that is None.
+
+    `data` is uint8, contiguous; parts may be views of it. Any thread; lets go of the GIL.
+    """
+    width = _WIDTH.get(dtype)
+    if level is None:
+        return [Part("raw", len(data), data)]
+    if width is None:
+        return [_compress(data, level, entropy_only=False)]
+    exponents, rest = _split16(data.view(np.uint16)) if width == 2 else _split32(data.view(np.uint32))
+    return [_compress(exponents, level, entropy_only=level == 1), Part("raw", len(rest), rest)]
+
+
+def decode(parts: list[Part], dtype: str, out: Bytes) -> None:
+    """Undo `encode` into `out` (uint8, contiguous, of the exact length).
+
+    Raises `BlobDamaged` where a part does not hold what it says. Any thread; lets go of the GIL.
+    """
+    if sum(p.raw_bytes for p in parts) != len(out):
+        raise BlobDamaged("parts do not add up to the stated length")
+    planes = [_decompress(p) for p in parts]
+    width = _WIDTH.get(dtype)
+    if len(planes) == 1:
+        out[:] = planes[0]
+    elif len(planes) == 2 and width == 2 and len(planes[0]) == len(planes[1]):
+        _join16(planes[0], planes[1], out.view(np.uint16))
+    elif len(planes) == 2 and width == 4 and 3 * len(planes[0]) == len(planes[1]):
+        _join32(planes[0], planes[1], out.view(np.uint32))
+    else:
+        raise BlobDamaged(f"{len(planes)} planes do not make {dtype}")
+
+
+def _compress(data: Bytes, level: int, *, entropy_only: bool) -> Part:
+    packed = _coders.compressor(level, entropy_only).compress(view(data))
+    if len(packed) > PAYS * len(data):
+        return Part("raw", len(data), data)
+    return Part("zstd", len(data), np.frombuffer(packed, np.uint8))
+
+
+def _decompress(part: Part) -> Bytes:
+    if part.codec == "raw":
+        if len(part.data) != part.raw_bytes:
+            raise BlobDamaged("a stored part has another length than stated")
+        return part.data
+    try:
+        # The frame's own word comes first: max_output_size does not bound a frame that declares its size.
+        if zstandard.get_frame_parameters(view(part.data)).content_size != part.raw_bytes:
+            raise BlobDamaged("a compressed part declares another length than stated")
+        plain = _coders.decompressor.decompress(view(part.data), allow_extra_data=False)
+    except zstandard.ZstdError as e:
+        raise BlobDamaged(f"a compressed part cannot be read ({e})") from e
+    if len(plain) != part.raw_bytes:
+        raise BlobDamaged("a compressed part has another length than stated")
+    return np.frombuffer(plain, np.uint8)
+
+
+def _split16(x: npt.NDArray[np.uint16]) -> tuple[Bytes, Bytes]:
+    high, low = np.empty(x.size, np.uint8), np.empty(x.size, np.uint8)
+    scratch, sign = np.empty(_CHUNK, np.uint16), np.empty(_CHUNK, np.uint16)
+    for i in range(0, x.size, _CHUNK):
+        c = x[i : i + _CHUNK]
+        s, t = scratch[: c.size], sign[: c.size]
+        np.right_shift(c, 7, out=s)
+        high[i : i + _CHUNK] = s  # the cast keeps the low byte
+        np.left_shift(c, 1, out=s)
+        np.right_shift(c, 15, out=t)
+        np.bitwise_or(s, t, out=s)
+        low[i : i + _CHUNK] = s
+    return high, low
+
+
+def _join16(high: Bytes, low: Bytes, out: npt.NDArray[np.uint16]) -> None:
+    scratch, shifted = np.empty(_CHUNK, np.uint16), np.empty(_CHUNK, np.uint16)
+    for i in range(0, out.size, _CHUNK):
+        o = out[i : i + _CHUNK]
+        s, t = scratch[: o.size], shifted[: o.size]
+        o[...] = high[i : i + _CHUNK]
+        np.left_shift(o, 7, out=o)
+        s[...] = low[i : i + _CHUNK]
+        np.right_shift(s, 1, out=t)
+        np.bitwise_or(o, t, out=o)
+        np.left_shift(s, 15, out=s)
+        np.bitwise_or(o, s, out=o)
+
+
+def _split32(x: npt.NDArray[np.uint32]) -> tuple[Bytes, Bytes]:
+    rotated = ((x << np.uint32(1)) | (x >> np.uint32(31))).view(np.uint8).reshape(-1, 4)  # little-endian: exponent last
+    return np.ascontiguousarray(rotated[:, 3]), np.ascontiguousarray(rotated[:, :3]).reshape(-1)
+
+
+def _join32(high: Bytes, rest: Bytes, out: npt.NDArray[np.uint32]) -> None:
+    planes = out.view(np.uint8).reshape(-1, 4)
+    planes[:, 3] = high
+    planes[:, :3] = rest.reshape(-1, 3)
+    out[...] = (out >> np.uint32(1)) | (out << np.uint32(31))

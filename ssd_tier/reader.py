@@ -1,0 +1,34 @@
+"""Verified reads: a block comes back exactly as it was stored, or as a reason why not."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ssd_tier.blob import Block, decode_blob, read_info
+from ssd_tier.catalog import Entry
+from ssd_tier.errors import BlobDamaged
+from ssd_tier.files import Directory
+
+
+def read_block(directory: Directory, entry: Entry) -> Block:
+    """Read, verify and decode one block, in one read. Blocks: for worker threads.
+
+    Raises `BlobDamaged` for a fault of the content and OSError for one of the machine.
+    """
+    info = read_info(directory.read(entry.key, entry.generation, entry.file_bytes))
+    said = (info.key, info.namespace, info.parent, info.tokens, info.start, info.raw_bytes)
+    if said != (entry.key, entry.namespace, entry.parent, entry.ids, entry.start, entry.raw_bytes):
+        raise BlobDamaged("the blob is another one than its name and the index say")
+    data = np.empty(info.raw_bytes, np.uint8)
+    decode_blob(info, data)
+    return Block(
+        key=info.key,
+        namespace=info.namespace,
+        parent=info.parent,
+        tokens=info.tokens,
+        start=info.start,
+        tensors=info.tensors,
+        classes=info.classes,
+        data=data,
+        model=info.model,
+    )

@@ -1,0 +1,207 @@
+"""The SSD tier: named blocks of bytes that survive a restart. It knows keys and bytes, not what they mean."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ssd_tier.blob import Block
+from ssd_tier.budget import Budget
+from ssd_tier.catalog import Catalog
+from ssd_tier.errors import BlobDamaged
+from ssd_tier.files import Directory, Durability
+from ssd_tier.index import Index, prepare
+from ssd_tier.reader import read_block
+from ssd_tier.recovery import recover
+from ssd_tier.spill import Listener, SpillQueue, SpillWriter
+
+log = logging.getLogger("ssd_tier")
+
+READERS = 4  # threads: two wait for the disk while two decode
+WRITERS = 2
+SAVE_EVERY = 30.0  # seconds between writes of recency and counters, when nothing else is written
+
+
+class TierOptions(NamedTuple):
+    """Where the blocks lie and how many bytes they may take. `level`: zstandard's, or None for no compression."""
+
+    path: Path
+    budget: int
+    min_free: int
+    spill_queue: int
+    level: int | None = 1
+    durability: Durability = "cache"
+
+
+class SSDTier:
+    """Opened by the constructor, run by `start` on an event loop, ended by `close` on the same."""
+
+    def __init__(self, options: TierOptions) -> None:
+        """Take the directory and bring it in order. Blocks on the disk.
+
+        Raises `DirectoryUnusable`, `DirectoryInUse` or `IndexUnusable`; then nothing has been deleted.
+        """
+        self.options = options
+        self.counters: Counter[str] = Counter()
+        self.queue = SpillQueue(options.spill_queue)
+        self._directory = Directory.own(options.path)
+        try:
+            rows = prepare(self._directory.index_path)
+            self._recovered = recover(self._directory, rows)
+        except BaseException:
+            self._directory.close()
+            raise
+        self.catalog = Catalog(self._recovered.entries)
+        self.counters["orphans_removed"] = self._recovered.orphans + self._recovered.temporary
+        self.counters["lost_missing"] = len(self._recovered.dropped)
+        self._touches: deque[tuple[Sequence[bytes], bool]] = deque()
+        self._closed = False
+
+    async def start(self, listener: Listener) -> None:
+        """Connect to the index, enforce the budget, start the writer. On the loop that the tier lives on."""
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._readers = ThreadPoolExecutor(READERS, "tiered-cache-read")
+        self._writers = ThreadPoolExecutor(WRITERS, "tiered-cache-write")
+        self._index = await Index.open(self._directory.index_path, self.options.durability)
+        try:
+            await self._index.apply(removed=[e.key for e in self._recovered.dropped])
+            self.writer = SpillWriter(
+                self.queue,
+                self._directory,
+                self._index,
+                self.catalog,
+                Budget(self.options.budget, self.options.min_free),
+                listener,
+                self.counters,
+                self._writers,
+                level=self.options.level,
+                durability=self.options.durability,
+            )
+            await self.writer.make_room(0, set())
+        except BaseException:
+            await self._index.close()
+            raise
+        self._tasks = [self._loop.create_task(self.writer.run()), self._loop.create_task(self._save_now_and_then())]
+
+    def put(self, block: Block) -> bool:
+        """Queue a block for writing; False where the queue is full. Any thread; never waits."""
+        if self._closed or not self.queue.put(block):
+            return False
+        self._call(self.writer.wake)
+        return True
+
+    def cancel(self, key: bytes) -> bool:
+        """Take a queued block back; False where it is being written already. Any thread; never waits."""
+        return self.queue.cancel(key)
+
+    def touch(self, keys: Sequence[bytes], *, hit: bool = False) -> None:
+        """Blocks that were just used, leaf first; `hit`: read from here. Any thread; never waits."""
+        self._touches.append((keys, hit))
+        if len(self._touches) == 1:
+            self._call(self._apply_touches)
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Remove blocks soon. Any thread; never waits."""
+        self._call(lambda: self._spawn(self.remove(keys)))
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove blocks from index and disk. Loop thread."""
+        await self.writer.remove(keys)
+
+    async def read(self, key: bytes, wanted: Callable[[], bool] = lambda: True) -> Block | None:
+        """A verified block, or None and a counter that says why. Loop thread; the work is done in reader threads.
+
+        `wanted` is asked before the disk is: a read that nobody waits for any more is not made.
+        """
+        entry = self.catalog.get(key)
+        if entry is None:
+            self.counters["miss_evicted"] += 1
+            return None
+        try:
+            block = await self._loop.run_in_executor(
+                self._readers, lambda: read_block(self._directory, entry) if wanted() else None
+            )
+        except (BlobDamaged, FileNotFoundError) as e:
+            if self.catalog.get(key) is entry:  # else it was evicted while the read was on its way
+                reason = "damaged" if isinstance(e, BlobDamaged) else "missing"
+                self.counters[f"lost_{reason}"] += 1
+                log.warning("ssd: block %s is lost: %s", key.hex()[:12], e)
+                await self.remove([key])
+            else:
+                self.counters["miss_evicted"] += 1
+            return None
+        except (OSError, MemoryError) as e:  # the machine's fault, not the blob's: it stays
+            self.counters["read_failed"] += 1
+            log.warning("ssd: block %s could not be read (%s)", key.hex()[:12], e)
+            return None
+        if block:
+            self.counters["blocks_read"] += 1
+            self.counters["bytes_read"] += entry.file_bytes
+        return block
+
+    async def close(self) -> None:
+        """Stop the writer after its batch at hand, save recency, let go of everything. Loop thread; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.writer.stop()
+        await self._tasks[0]
+        self._tasks[1].cancel()
+        left = self.queue.drain()
+        if left:
+            self.counters["lost_closed"] += len(left)
+            self._listener.on_lost(left, "closed")
+        self._apply_touches()
+        with contextlib.suppress(sqlite3.Error):
+            await self.writer.save_recency()
+        await self._index.close()
+        await self._loop.run_in_executor(None, self._shut_pools)
+        self._directory.close()
+
+    def stats(self) -> dict[str, int]:
+        """Sizes in bytes and counts. Any thread."""
+        return {
+            "blocks": len(self.catalog),
+            "file_bytes": self.catalog.file_bytes,
+            "raw_bytes": self.catalog.raw_bytes,
+            "budget": self.options.budget,
+            "queued_blocks": len(self.queue),
+            "queued_bytes": self.queue.nbytes,
+            **{k: v for k, v in sorted(self.counters.items()) if not k.startswith("lost_")},
+        }
+
+    def disown(self) -> None:
+        """Give the directory back where `start` was never called or failed."""
+        self._directory.close()
+
+    def _shut_pools(self) -> None:
+        self._readers.shutdown()
+        self._writers.shutdown()
+
+    def _call(self, function: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(function)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.append(task)
+        task.add_done_callback(self._tasks.remove)
+
+    def _apply_touches(self) -> None:
+        while self._touches:
+            keys, hit = self._touches.popleft()
+            self.catalog.touch(keys, hit=hit)
+
+    async def _save_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_EVERY)
+            with contextlib.suppress(sqlite3.Error):
+                await self.writer.save_recency()

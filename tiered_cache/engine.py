@@ -1,0 +1,287 @@
+"""`TieredCache`: RAM and SSD joined, with one loop thread, one ledger and one life cycle."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from ssd_tier import IndexUnusable, SSDTier, TierOptions
+from tiered_cache import layers
+from tiered_cache.block_pool import BlockPool
+from tiered_cache.config import Config
+from tiered_cache.handoff import Handoff
+from tiered_cache.memory_cache import MemoryAwarePrefixCache, MemoryCacheConfig
+from tiered_cache.metrics import losses
+from tiered_cache.promotion import Promoter, Promotion
+
+T = TypeVar("T")
+log = logging.getLogger("tiered_cache")
+
+
+class LoopThread:
+    """An asyncio loop on a thread of its own, for everything that waits."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="tiered-cache-loop", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run to the end and return the result. Any thread but the loop's own."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def stop(self) -> None:
+        """End the loop and its thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+
+
+class Runtime:
+    """What all models of a process share: the pool, the SSD tier, the loop thread."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises `TierError` for a directory that cannot be used; an unusable index only turns the SSD tier off."""
+        self.config = config
+        self.pool = BlockPool(
+            config.ram_limit(),
+            config.cache.block_tokens,
+            write_through=config.ssd.enabled and config.ssd.write == "through",
+        )
+        self.tier: SSDTier | None = None
+        self.promoter: Promoter | None = None
+        self.ssd_off: str | None = None if config.ssd.enabled else "ssd.enabled is false"
+        self._loop_thread: LoopThread | None = None
+        self._closed = False
+        if config.ssd.enabled:
+            self._open_tier()
+
+    def _open_tier(self) -> None:
+        config = self.config
+        try:
+            tier = SSDTier(
+                TierOptions(
+                    path=Path(config.ssd_path()),
+                    budget=config.ssd_budget(),
+                    min_free=config.min_free(),
+                    spill_queue=config.spill_queue(),
+                    level=None if config.ssd.compression == "none" else int(config.ssd.compression.split(":")[1]),
+                    durability=config.ssd.durability,
+                )
+            )
+        except IndexUnusable as e:  # a fault of data: the host starts all the same, with RAM alone
+            self.ssd_off = str(e)
+            log.warning("the SSD tier is off: %s", e)
+            return
+        thread = LoopThread()
+        try:
+            thread.run(tier.start(self.pool))
+        except BaseException:
+            tier.disown()
+            thread.stop()
+            raise
+        self.tier, self._loop_thread = tier, thread
+        self.pool.attach(tier, tier.catalog)
+        if config.promotion.policy == "always":
+            self.promoter = Promoter(self.pool, tier, thread.loop, config.promotion.deadline)
+
+    def flush(self, timeout: float | None) -> bool:
+        """Write all that RAM holds now; False where `timeout` seconds were not enough."""
+        if not (self.tier and self._loop_thread) or self._closed:
+            return True
+        return self._loop_thread.run(self._flush(self.tier, timeout))
+
+    async def _flush(self, tier: SSDTier, timeout: float | None) -> bool:
+        end = None if timeout is None else time.monotonic() + timeout
+        wanted = self.pool.unsaved()
+        self.pool.drain(True)
+        try:
+            while wanted := wanted & self.pool.unsaved():
+                tier.writer.progress.clear()
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                try:
+                    await asyncio.wait_for(tier.writer.progress.wait(), left)
+                except TimeoutError:
+                    return False
+            await tier.writer.save_recency()
+            return True
+        finally:
+            self.pool.drain(False)
+
+    def close(self) -> None:
+        """Save what RAM holds within the deadline, then end everything. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        tier, thread = self.tier, self._loop_thread
+        if tier is None or thread is None:
+            return
+        try:
+            if self.promoter:
+                thread.run(self.promoter.close())
+            if not thread.run(self._flush(tier, self.config.ssd.close_deadline)):
+                left = self.pool.unsaved()
+                log.warning("closing: %d blocks did not reach the SSD within the deadline", len(left))
+                tier.counters["lost_close_deadline"] += len(left)
+        finally:
+            try:
+                thread.run(tier.close())
+            finally:
+                self.pool.attach(None)
+                thread.stop()
+
+
+class TieredCache:
+    """Attention state of a model in RAM and on the SSD. See `open`.
+
+    `fetch`, `store` and a promotion's `result` belong to the thread that runs the model; all else may be called from
+    any thread. None of them waits for a disk, but `flush`, `close` and `result` do what their names say.
+    """
+
+    def __init__(self, runtime: Runtime, model: Any, *, owner: bool, label: str | None = None) -> None:
+        self._runtime = runtime
+        self._owner = owner
+        self._pid = os.getpid()
+        ram = runtime.config.ram
+        prompt_cache = make_prompt_cache(model)
+        self.ram = MemoryAwarePrefixCache(
+            model,
+            MemoryCacheConfig(max_entries=ram.max_entries, min_prefix_tokens=ram.min_prefix_tokens),
+            pool=runtime.pool,
+            classes=layers.class_names(prompt_cache),
+            label=label,
+        )
+        if names := layers.unsupported(prompt_cache):
+            log.warning(
+                "%s: nothing will be cached: its layers of class %s are not supported in this version",
+                self.ram.label,
+                ", ".join(names),
+            )
+
+    @classmethod
+    def open(
+        cls,
+        config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        model: Any,
+        name: str | None = None,
+    ) -> Self:
+        """Open the cache for a model: `config` is a TOML file's path, a dict, a `Config`, or None for the defaults.
+
+        `name` labels the model for people. On the model's thread (it looks at the weights). Raises `ConfigError` and
+        `TierError`, each one sentence that says what to do; a damaged index only turns the SSD tier off, with a
+        warning.
+        """
+        runtime = Runtime(Config.load(config))
+        try:
+            return cls(runtime, model, owner=True, label=name)
+        except BaseException:
+            runtime.close()
+            raise
+
+    def for_model(self, model: Any, *, name: str | None = None) -> TieredCache:
+        """The same cache for another model: one SSD tier, one budget. It ends with this one. Model's thread."""
+        return TieredCache(self._runtime, model, owner=False, label=name)
+
+    def fetch(
+        self, tokens: Sequence[int], *, leave: int = 1, tenant: str | None = None
+    ) -> tuple[list[Any] | None, Sequence[int]]:
+        """The state of the longest prefix in RAM, as the caller's own, and the tokens it does not cover.
+
+        `(None, tokens)` on a miss. `leave`: how many tokens at the end the model must still see (one, for its logits).
+        The state is a list of mlx-lm cache layers, one a layer of the model. Model's thread.
+        """
+        return self.ram.fetch(tokens, leave=leave, tenant=tenant)
+
+    def promote(self, tokens: Sequence[int], *, leave: int = 1, tenant: str | None = None) -> Promotion | None:
+        """Begin to bring back what the SSD holds of `tokens` beyond RAM; None where that is nothing. Any thread."""
+        promoter = self._runtime.promoter
+        return promoter.promote(self.ram, tokens, leave, tenant) if promoter else None
+
+    def store(self, tokens: Sequence[int], state: Sequence[Any], *, tenant: str | None = None) -> bool:
+        """Keep a copy of the state that covers exactly `tokens`; False, and a counted reason, where it is not kept.
+
+        `state` is a list of mlx-lm cache layers; it may be extended or dropped afterwards. Model's thread.
+        """
+        return self.ram.store(tokens, state, tenant=tenant)
+
+    def handoff(self, on_ready: Callable[[], object] | None = None) -> Handoff:
+        """A queue of requests for a scheduler with a step loop; `on_ready` wakes it. Any thread."""
+        return Handoff(self.ram, self._runtime.promoter, on_ready)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that is stored so far is on the SSD; False after `timeout` seconds. Not the model's thread, or
+        between requests.
+        """
+        return self._runtime.flush(timeout)
+
+    async def aflush(self, timeout: float | None = None) -> bool:
+        """`flush`, awaited."""
+        return await asyncio.to_thread(self.flush, timeout)
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of this moment, for JSON: `ram`, `ssd`, `promotion` (bytes and counts) and `losses` by reason."""
+        runtime, ledger = self._runtime, self._runtime.pool.ledger
+        tier = runtime.tier
+        return {
+            "model": self.ram.label,
+            "ram": {
+                **self.ram.stats.to_dict(),
+                "limit": ledger.limit,
+                "resident": ledger.resident,
+                "queued": ledger.queued,
+                "reserved": ledger.reserved,
+                "peak": ledger.peak,
+            },
+            "ssd": {"on": tier is not None, "off_because": runtime.ssd_off, **(tier.stats() if tier else {})},
+            "promotion": runtime.promoter.stats() if runtime.promoter else {},
+            "losses": losses(
+                runtime.pool.losses(),
+                tier.counters if tier else {},
+                runtime.promoter.counters if runtime.promoter else {},
+            ),
+        }
+
+    def close(self) -> None:
+        """Write what RAM holds to the SSD, most recently used first, within `ssd.close_deadline`; end all threads.
+
+        Idempotent. A cache made by `for_model` ends with the one it came from.
+        """
+        if self._owner and os.getpid() == self._pid:
+            self._runtime.close()
+
+    async def aclose(self) -> None:
+        """`close`, awaited."""
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
