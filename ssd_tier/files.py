@@ -241,7 +241,7 @@ class Directory:
             self._lock_fd = -1
 
 
-def check_usable(root: Path) -> None:
+def check_usable(root: Path, *, writable: bool = True) -> None:
     """Raise `DirectoryUnusable` where `root` exists and is not a cache directory of ours. Changes nothing."""
     try:
         status = root.stat()
@@ -251,6 +251,8 @@ def check_usable(root: Path) -> None:
         raise DirectoryUnusable(f"ssd.path {root} cannot be reached ({e.strerror}); choose another directory") from e
     if not stat.S_ISDIR(status.st_mode):
         raise DirectoryUnusable(f"ssd.path {root} is a file, not a directory; choose another path or move it away")
+    if not writable:
+        return
     if status.st_uid != os.geteuid():
         raise DirectoryUnusable(f"ssd.path {root} belongs to another user (uid {status.st_uid}); choose another path")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -16,8 +16,13 @@ from tiered_cache.config import Config, ConfigError, format_size, parse_duration
 
 
 def disk(monkeypatch, total):
-    asked = []
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(Path(path)) or SimpleNamespace(total=total))
+    asked: list[Path] = []
+
+    def usage(path):
+        asked.append(Path(path))
+        return SimpleNamespace(total=total)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
     return asked
 
 
@@ -99,8 +104,9 @@ def test_a_bad_value_is_told_with_key_value_and_what_is_allowed(key, values, tol
 
 
 def test_values_at_the_edge_are_taken():
-    for key, values in {"cache.block_tokens": [16, 4096], "ram.max_memory_percent": [1, 0.001], "ram.kv_bits": [2, 8],
-                        "ssd.compression": ["none", "zstd:1", "zstd:19"], "ssd.close_deadline": [0, 0.5]}.items():
+    edges: dict[str, list[object]] = {"cache.block_tokens": [16, 4096], "ram.max_memory_percent": [1, 0.001], "ram.kv_bits": [2, 8],
+                        "ssd.compression": ["none", "zstd:1", "zstd:19"], "ssd.close_deadline": [0, 0.5]}
+    for key, values in edges.items():
         section, name = key.split(".")
         loaded = [Config.load({section: {name: value}}).effective() for value in values]
         assert [s.value for settings in loaded for s in settings if s.key == key] == values

@@ -1,0 +1,93 @@
+"""Looking into a cache directory from outside, beside a running owner: nothing is written, locked or repaired."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ssd_tier.blob import BlobInfo, read_info
+from ssd_tier.catalog import Entry
+from ssd_tier.errors import BlobDamaged, IndexUnusable
+from ssd_tier.files import INDEX_NAME, Directory, check_usable
+from ssd_tier.index import read_counters, read_entries, read_models, read_only
+
+
+class Sequence(NamedTuple):
+    """A stored sequence: a block that nothing hangs on, with all before it. Blocks may be shared with other
+    sequences."""
+
+    blocks: list[Entry]  # first block first
+    model: str
+
+    @property
+    def key(self) -> str:
+        """Its last block's chain key, in hex: it names the whole sequence."""
+        return self.blocks[-1].key.hex()
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it covers."""
+        last = self.blocks[-1]
+        return last.start + len(last.ids) // 8
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of its files."""
+        return sum(b.file_bytes for b in self.blocks)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of its state in RAM."""
+        return sum(b.raw_bytes for b in self.blocks)
+
+
+class Inspection:
+    """One reading of an index. `damaged`, `missing` and the like are found by reading blobs, not here."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises `DirectoryUnusable` or `IndexUnusable`."""
+        check_usable(root, writable=False)
+        self.root = root
+        self._directory = Directory(root, -1)
+        with read_only(root / INDEX_NAME) as connection:
+            self.entries = read_entries(connection)
+            self.models = read_models(connection)
+            self.counters = read_counters(connection)
+        self._by_key = {e.key: e for e in self.entries}
+
+    def sequences(self) -> list[Sequence]:
+        """Stored sequences, most recently used first. Blocks that lack an ancestor are left out."""
+        parents = {e.parent for e in self.entries}
+        found = [self._sequence(e) for e in reversed(self.entries) if e.key not in parents]
+        return [s for s in found if s.blocks[0].start == 0]
+
+    def find(self, key: str) -> Sequence:
+        """The sequence that ends with the block whose key begins with these hex digits. Raises `LookupError`."""
+        found = [e for e in self.entries if e.key.hex().startswith(key.lower())]
+        if not key or not found:
+            raise LookupError(f"no stored block has a key that begins with {key!r}; `tiered-cache ls` lists the keys")
+        if len(found) > 1:
+            raise LookupError(f"{len(found)} blocks have keys that begin with {key!r}; give more digits")
+        return self._sequence(found[0])
+
+    def blob(self, entry: Entry) -> BlobInfo:
+        """What a block's file says of itself, verified. Raises `IndexUnusable` where it is damaged or gone."""
+        path = self._directory.blob_path(entry.key, entry.generation)
+        try:
+            return read_info(self._directory.read(entry.key, entry.generation, entry.file_bytes))
+        except (BlobDamaged, OSError) as e:
+            raise IndexUnusable(f"{path} cannot be read ({e}); the cache counts it as a miss when it meets it") from e
+
+    def index_bytes(self) -> int:
+        """Size of the index with its journal, in bytes."""
+        return self._directory.index_bytes()
+
+    def path(self, entry: Entry) -> Path:
+        """Where the block's file lies."""
+        return self._directory.blob_path(entry.key, entry.generation)
+
+    def _sequence(self, last: Entry) -> Sequence:
+        blocks = [last]
+        while parent := self._by_key.get(blocks[-1].parent):
+            blocks.append(parent)
+        return Sequence(blocks[::-1], self.models.get(last.namespace, "?"))
