@@ -3,16 +3,17 @@
 One pool serves all models and tenants of a process. Its lock is held for dictionary work only, never for a copy or a
 file.
 
-A resident block is clean (on the SSD, too) or dirty. Dirty blocks are handed to the spill queue, least recently used
-first and ancestors before descendants, once they hold more than `WRITE_AHEAD` of the limit; so what has to be evicted
-is as a rule clean, and its memory free at once. A dirty block that must go all the same is lost, and counted.
+A resident block is clean (on the SSD, too) or dirty. The half of RAM that would go first is kept clean: dirty blocks
+there are handed to the spill queue, ancestors before descendants, so that what has to be evicted frees memory at once.
+A dirty block that must go all the same is lost, and counted.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from ssd_tier import Block, Entry
@@ -21,7 +22,7 @@ from tiered_cache.ledger import Ledger
 from tiered_cache.metrics import losses
 from tiered_cache.prefix_tree import Match, Node, PrefixTree
 
-WRITE_AHEAD = 0.25
+WRITE_AHEAD = 0.5  # of the limit: free, or holding clean blocks that may go
 
 
 class Sink(Protocol):
@@ -60,7 +61,6 @@ class BlockPool:
         self.counters: Counter[str] = Counter()
         self._order: OrderedDict[Node, None] = OrderedDict()  # resident blocks, least recently used first
         self._dirty: OrderedDict[Node, None] = OrderedDict()  # of these, what is not on the SSD nor queued
-        self._dirty_bytes = 0
         self._leaving: dict[bytes, int] = {}  # removed while being written: bytes that are still held
         self._sink: Sink | None = None
         self._drains = int(write_through)  # > 0: everything dirty is to be written
@@ -148,33 +148,41 @@ class BlockPool:
         if node in self._dirty:
             if node.entry or not node.block or node.queued:
                 del self._dirty[node]
-                self._dirty_bytes -= node.block.nbytes if node.block else 0
             else:
                 self._dirty.move_to_end(node)
         elif node.block and not node.entry and not node.queued and self._sink:
             self._dirty[node] = None
-            self._dirty_bytes += node.block.nbytes
 
     def _feed(self) -> None:
-        """Queue dirty blocks while there are too many of them, or all of them while draining."""
-        while self._sink and self._dirty and (self._drains or self._dirty_bytes > WRITE_AHEAD * self.ledger.limit):
-            # Most recent first while draining: the root of what was used last, then what hangs on it.
-            node = next(reversed(self._dirty)) if self._drains else next(iter(self._dirty))
-            for ancestor in node.path():
-                if ancestor in self._dirty and not self._queue(ancestor):
+        """Queue the dirty blocks that are due, until the queue is full."""
+        if self._sink and self._dirty:
+            for node in self._due():
+                if not all(self._queue(n) for n in node.path() if n in self._dirty):
                     return
+
+    def _due(self) -> Iterator[Node]:
+        """Dirty blocks to be written now, in order."""
+        if self._drains:  # what was used last first: its root, then what hangs on it
+            yield from list(reversed(self._dirty))
+            return
+        room = self.ledger.free
+        for node in self._order:
+            if room >= WRITE_AHEAD * self.ledger.limit:
+                return
+            if node in self._dirty:
+                yield node
+            room += node.block.nbytes if node.block else 0
 
     def _queue(self, node: Node) -> bool:
         assert node.block
         block = node.block
         if node.replaces and not block.replaces:
-            block = replace_hint(block, node.replaces)
+            block = replace(block, replaces=node.replaces)  # the same bytes
         if not (self._sink and self._sink.put(block)):
             return False
         node.queued = True
         self.ledger.queue(block.nbytes)
         del self._dirty[node]
-        self._dirty_bytes -= block.nbytes
         return True
 
     def _unqueue(self, node: Node) -> None:
@@ -244,9 +252,7 @@ class BlockPool:
         else:
             self._unqueue(node)
             self.ledger.drop(node.block.nbytes)
-        if node in self._dirty:
-            del self._dirty[node]
-            self._dirty_bytes -= node.block.nbytes
+        self._dirty.pop(node, None)
         node.block = None
         if node.parent:
             node.parent.resident_children -= 1
@@ -332,15 +338,8 @@ class BlockPool:
                 queued=sum(n.block.nbytes for n in here if n.block and n.queued) + sum(self._leaving.values()),
                 reserved=self.ledger.reserved,
             )
-            assert self._dirty_bytes == sum(n.block.nbytes for n in self._dirty if n.block), "dirty bytes"
+            assert all(n.block and not n.entry and not n.queued for n in self._dirty), "dirty blocks"
             for node in [*self.tree.nodes.values(), *self.tree.roots.values()]:
                 assert node.resident_children == sum(c.block is not None for c in node.children), "resident children"
                 assert not (node.parent and not anywhere(node) and not len(node.children) and not node.pins), "husk"
 
-
-def replace_hint(block: Block, keys: tuple[bytes, ...]) -> Block:
-    """The same block (its bytes not copied), naming the keys it makes useless."""
-    return Block(
-        block.key, block.namespace, block.parent, block.tokens, block.start, block.tensors, block.classes, block.data,
-        block.model, keys,
-    )  # fmt: skip

@@ -168,11 +168,7 @@ class TieredCache:
             label=label,
         )
         if names := layers.unsupported(prompt_cache):
-            log.warning(
-                "%s: nothing will be cached: its layers of class %s are not supported in this version",
-                self.ram.label,
-                ", ".join(names),
-            )
+            self.ram.report(*layers.unsupported_reason(names))
 
     @classmethod
     def open(

@@ -81,6 +81,11 @@ def unsupported(cache: Sequence[Any]) -> list[str]:
     return list(dict.fromkeys(n for n in class_names(cache) if n != _KV))
 
 
+def unsupported_reason(names: Sequence[str]) -> tuple[str, str]:
+    """The counter and the sentence for layer classes that cannot be stored."""
+    return "unsupported_layer", f"this version cannot store layers of class {', '.join(names)}"
+
+
 def read_state(cache: Sequence[Any], tokens: int) -> State:
     """Look at a model's cache and evaluate it. Raises `Refused` where it does not cover exactly `tokens` tokens or
     holds what cannot be restored.
@@ -88,7 +93,7 @@ def read_state(cache: Sequence[Any], tokens: int) -> State:
     if not cache:
         raise Refused("empty", "the cache has no layers")
     if names := unsupported(cache):
-        raise Refused("unsupported_layer", f"layers of class {', '.join(names)} cannot be stored")
+        raise Refused(*unsupported_reason(names))
     arrays = []
     tensors = []
     for i, layer in enumerate(cache):

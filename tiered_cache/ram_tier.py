@@ -233,7 +233,12 @@ class RamTier:
     def _refuse(self, reason: str, message: str | None) -> bool:
         with self.pool.lock:
             self.pool.counters[f"refused_{reason}"] += 1
-        if message and reason not in self._reported:
-            self._reported.add(reason)
-            log.warning("%s: nothing is cached for this kind of state: %s", self.label, message)
+        if message:
+            self.report(reason, message)
         return False
+
+    def report(self, reason: str, message: str) -> None:
+        """Tell a person, once for each reason, why this model's state is not cached."""
+        if reason not in self._reported:
+            self._reported.add(reason)
+            log.warning("%s: this model's state is not cached: %s", self.label, message)
