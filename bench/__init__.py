@@ -1,0 +1,1 @@
+"""Measurements, each beside what it is compared with, in one run: `python -m bench`."""

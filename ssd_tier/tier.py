@@ -147,6 +147,12 @@ class SSDTier:
             self.counters["bytes_read"] += entry.file_bytes
         return block
 
+    async def save(self) -> None:
+        """Write recency and counters to the index; a fault of the index is passed over. Loop thread."""
+        self._apply_touches()
+        with contextlib.suppress(sqlite3.Error):
+            await self.writer.save_recency()
+
     async def close(self) -> None:
         """Stop the writer after its batch at hand, save recency, let go of everything. Loop thread; idempotent."""
         if self._closed:
@@ -159,9 +165,7 @@ class SSDTier:
         if left:
             self.counters["lost_closed"] += len(left)
             self._listener.on_lost(left, "closed")
-        self._apply_touches()
-        with contextlib.suppress(sqlite3.Error):
-            await self.writer.save_recency()
+        await self.save()
         await self._index.close()
         await self._loop.run_in_executor(None, self._shut_pools)
         self._directory.close()
@@ -203,5 +207,4 @@ class SSDTier:
     async def _save_now_and_then(self) -> None:
         while True:
             await asyncio.sleep(SAVE_EVERY)
-            with contextlib.suppress(sqlite3.Error):
-                await self.writer.save_recency()
+            await self.save()

@@ -119,10 +119,12 @@ class Runtime:
                     await asyncio.wait_for(tier.writer.progress.wait(), left)
                 except TimeoutError:
                     return False
-            await tier.writer.save_recency()
             return True
         finally:
             self.pool.drain(False)
+            # What was used last was written first; on the SSD, too, it must be the last to go.
+            tier.touch([node.key for node in self.pool.resident()])
+            await tier.save()
 
     def close(self) -> None:
         """Save what RAM holds within the deadline, then end everything. Idempotent."""

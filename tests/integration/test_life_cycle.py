@@ -67,9 +67,15 @@ def test_closing_twice_and_using_a_closed_cache_does_no_harm(make_config):
 
 def test_an_exception_in_the_with_block_still_saves(make_config):
     tokens = random_tokens(600, 1)
-    with pytest.raises(RuntimeError, match="host"), TieredCache.open(make_config(), model=MODEL) as cache:
-        assert cache.store(tokens, state_of(tokens))
-        raise RuntimeError("host")
+
+
+    def host() -> None:
+        with TieredCache.open(make_config(), model=MODEL) as cache:
+            assert cache.store(tokens, state_of(tokens))
+            raise RuntimeError("host")
+
+    with pytest.raises(RuntimeError, match="host"):
+        host()
     with TieredCache.open(make_config(), model=MODEL) as cache:
         assert cache.promote(tokens).result(10)[1] == tokens[-1:]
 

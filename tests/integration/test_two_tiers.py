@@ -33,7 +33,7 @@ def test_twelve_conversations_in_ram_for_five_reuse_everything(make_config):
     with TieredCache.open(config, model=model) as cache:
         for turn in range(4):
             for tokens in conversations:
-                state, covered, source = reuse(cache, tokens)
+                state, covered, _ = reuse(cache, tokens)
                 assert covered == (0 if turn == 0 else len(tokens) - 1 - 30), cache.stats()
                 if turn:
                     assert same_state(state, prefill(model, tokens)[0], covered)

@@ -1,7 +1,6 @@
 """The demo's child process: one life of a program that runs a model with the cache.
 
-It reports each step as a line of JSON on stdout. The demo's parent starts it twice, so that the second life finds only
-what the first one left in the directory.
+It reports each step as a line of JSON on stdout. The parent starts it twice: the second one finds what the first left.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ import json
 import os
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm import load
@@ -23,12 +23,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ssd_tier import TierError
 from tiered_cache import ConfigError, TieredCache, layers
-from tiered_cache.demo.conversation import AGENTS, SYSTEM, Script, script
+from tiered_cache.demo.conversation import AGENTS, FOLLOW_UPS, FULL, QUICK, SYSTEM, Script
 from tiered_cache.demo.smollm2 import ModelMissing, load_smollm2
 
-# A sixteenth of the default, because the texts are about a sixteenth of what agents really send: with blocks larger
-# than a turn, little would be shared, and the pieces that leave RAM would be whole conversations.
+# A sixteenth of the default, as the texts are about a sixteenth of what agents really send. With blocks larger than a
+# turn the agents would share little of their prompt, and repeat the rest in files of their own.
 BLOCK_TOKENS = 16
+SYSTEM_MESSAGE = {"role": "system", "content": SYSTEM}
 
 Message = dict[str, str]
 Emit = Callable[..., None]
@@ -38,15 +39,6 @@ class Unusable(Exception):
     """The demo cannot run with what it was given; the message is one sentence for a person."""
 
 
-class Outcome(NamedTuple):
-    """An answer, `first_token`: seconds from the request to it, and `computed`: prompt tokens that the model had to
-    see."""
-
-    answer: list[int]
-    first_token: float
-    computed: int
-
-
 class Chat:
     """A model that answers greedily, with and without the cache."""
 
@@ -54,89 +46,63 @@ class Chat:
         self.model = model
         self.tokenizer = tokenizer
         self.answer_tokens = answer_tokens
-        self._kept: list[list[int]] = []  # what this process has stored so far
+        self._stored: list[list[int]] = []  # by this process
 
-    def prompt(self, messages: list[Message], *, ask: bool = True) -> list[int]:
-        """Token ids of a conversation; `ask`: the assistant is to speak next."""
-        return [int(t) for t in self.tokenizer.apply_chat_template(messages, add_generation_prompt=ask)]
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation in which the assistant is to speak next."""
+        return [int(t) for t in self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)]
 
-    def cold(self, ids: list[int]) -> Outcome:
-        """Compute everything, keep nothing."""
-        start = time.perf_counter()
-        answer, first = self._generate(ids, make_prompt_cache(self.model))
-        return Outcome(answer, first - start, len(ids))
+    def text(self, answer: list[int]) -> str:
+        """An answer as people read it."""
+        return str(self.tokenizer.decode([t for t in answer if t not in self.tokenizer.eos_token_ids]))
 
-    def cached(self, cache: TieredCache, ids: list[int]) -> tuple[Outcome, str]:
-        """Answer as a program would that embeds the cache; also say where the state came from."""
+    def cached(self, cache: TieredCache, ids: list[int]) -> dict[str, Any]:
+        """Answer as a program does that embeds the cache, and say what that took."""
         start = time.perf_counter()
         state, remaining = cache.fetch(ids)
-        in_ram = len(remaining)
+        left_by_ram = len(remaining)
         promotion = cache.promote(ids)
         if promotion:
             state, remaining = promotion.result(timeout=60)
         if state is None:
             state = make_prompt_cache(self.model)
-        answer, first = self._generate(remaining, state)
-        kept = ids + answer[:-1]  # the last token's state has not been computed
-        cache.store(kept, state)
-        source = self._source(ids, in_ram, len(remaining))
-        self._kept.append(kept)
-        return Outcome(answer, first - start, len(remaining)), source
+        answer, first = self.generate(remaining, state)
+        stored = ids + answer[:-1]  # the last token's state has not been computed
+        cache.store(stored, state)
+        source = self._source(ids, left_by_ram, len(remaining))
+        self._stored.append(stored)
+        return {"source": source, "computed": len(remaining), "first_token": first - start, "answer_tokens": answer}
 
-    def _generate(self, ids: Sequence[int], state: list[Any]) -> tuple[list[int], float]:
-        # In one call: a prompt cut in two gives the same bits on a CPU, but only the state's owner may decide to cut it.
+    def generate(self, ids: Sequence[int], state: list[Any]) -> tuple[list[int], float]:
+        """The answer, and when its first token was there. `ids` in one call, so that only the cache cuts the prompt."""
         logits = self.model(mx.array([list(ids)]), cache=state)
-        answer = [int(mx.argmax(logits[0, -1]).item())]
+        answer = [int(logits[0, -1].argmax().item())]
         first = time.perf_counter()
         while len(answer) < self.answer_tokens and answer[-1] not in self.tokenizer.eos_token_ids:
             logits = self.model(mx.array([answer[-1:]]), cache=state)
-            answer.append(int(mx.argmax(logits[0, -1]).item()))
+            answer.append(int(logits[0, -1].argmax().item()))
         return answer, first
 
     def _source(self, ids: list[int], left_by_ram: int, left: int) -> str:
-        if left == len(ids):
+        covered = ids[: len(ids) - left]
+        if not covered:
             return "cold"
         if left == left_by_ram:
             return "RAM hit"
-        # More than this process ever stored can only be what an earlier one left.
-        known = max((len(os.path.commonprefix([ids, kept])) for kept in self._kept), default=0)
-        return "SSD hit" if len(ids) - left <= known else "SSD hit after restart"
-
-    def text(self, answer: list[int]) -> str:
-        """The answer as a message."""
-        return str(self.tokenizer.decode([t for t in answer if t not in self.tokenizer.eos_token_ids]))
-
-    def token_bytes(self, ids: list[int]) -> int:
-        """Bytes of state a token, measured."""
-        state = make_prompt_cache(self.model)
-        mx.eval(self.model(mx.array([ids]), cache=state))
-        return layers.read_state(state, len(ids)).layout.token_bytes
-
-    def longest(self, order: Script) -> int:
-        """Tokens of the longest conversation, at the end of its last turn and with the longest answers."""
-        lengths = []
-        for name, says in AGENTS.items():
-            turns = (order.first + order.resume).count(name)
-            messages = [_system()]
-            for text in says[:turns]:
-                messages += [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
-            lengths.append(len(self.prompt(messages, ask=False)) + turns * self.answer_tokens)
-        return max(lengths)
-
-
-def _system() -> Message:
-    return {"role": "system", "content": SYSTEM}
+        # What this process never stored can only be what an earlier one left.
+        own = any(stored[: len(covered)] == covered for stored in self._stored)
+        return "SSD hit" if own else "SSD hit after restart"
 
 
 def main() -> int:
-    """Run one stage. 2 and an `error` event where it cannot run."""
+    """Run one stage; 2, after an `error` event, where it cannot run."""
     parser = argparse.ArgumentParser(prog="python -m tiered_cache.demo")
     parser.add_argument("--stage", choices=["first", "resume"], required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
-    # stdout is for events alone; what loaders print goes to stderr.
+    # stdout is for events alone: what loaders print goes to stderr.
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -145,7 +111,7 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, _stop)
     try:
-        _stage(args.stage, args.data, args.model, script(args.quick), emit)
+        _stage(args.stage == "first", args.data, args.model, QUICK if args.quick else FULL, emit)
     except (Unusable, ModelMissing, TierError, ConfigError) as e:
         emit("error", message=str(e))
         return 2
@@ -153,83 +119,72 @@ def main() -> int:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt what the first one ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one must not interrupt the closing
     raise SystemExit(128 + number)
 
 
-def _stage(stage: str, data: Path, model: str | None, order: Script, emit: Emit) -> None:
-    chat = _load(model, order.answer_tokens)
-    name = model or "SmolLM2-135M-Instruct"
+def _stage(first: bool, data: Path, model: str | None, script: Script, emit: Emit) -> None:
     saved = data / "conversations.json"
-    talks: dict[str, list[Message]] = json.loads(saved.read_text()) if stage == "resume" else {}
-    try:
-        system = chat.prompt([_system()], ask=False)
-        longest = chat.longest(order)
-        token_bytes = chat.token_bytes(system[:8])
-    except layers.Refused as e:
-        raise Unusable(f"{name}: its state cannot be cached: {e}") from None
-    except Exception as e:
-        raise Unusable(f"{name}: its chat template cannot be used: {_sentence(e)}") from None
+    talks: dict[str, list[Message]] = {} if first else json.loads(saved.read_text())
+    chat, token_bytes, longest = _load(model, script)
+    limit = token_bytes * longest  # one conversation and little more: they push each other out
     config = {
         "cache": {"block_tokens": BLOCK_TOKENS},
-        # Room for one conversation and a block to grow into: the agents have to push each other out.
-        "ram": {"max_memory": token_bytes * (longest + BLOCK_TOKENS), "min_prefix_tokens": 2 * BLOCK_TOKENS},
+        "ram": {"max_memory": limit, "min_prefix_tokens": 2 * BLOCK_TOKENS},
         "ssd": {"path": str(data / "cache")},
     }
-    with TieredCache.open(config, model=chat.model, name=name) as cache:
-        stats = cache.stats()
-        if not stats["ssd"]["on"]:
-            raise Unusable(f"{data / 'cache'}: {stats['ssd']['off_because']}")
-        device = "CPU" if mx.default_device().type == mx.cpu else "GPU"
-        emit("open", model=name, device=device, token_bytes=token_bytes, shared_tokens=len(system), stats=stats)
-        for agent in order.first if stage == "first" else order.resume:
-            _turn(chat, cache, agent, talks.setdefault(agent, [_system()]), emit)
+    with TieredCache.open(config, model=chat.model, name=model or "SmolLM2-135M-Instruct") as cache:
+        ssd = cache.stats()["ssd"]
+        if not ssd["on"]:
+            raise Unusable(f"{data / 'cache'} cannot be used: {ssd['off_because']}")
+        about = {"model": cache.stats()["model"], "device": str(mx.default_device()), "token_bytes": token_bytes}
+        emit("open", **about, ram_limit=limit, blocks_found=ssd["blocks"])
+        for agent in script.first if first else script.resume:
+            _turn(chat, cache, agent, talks.setdefault(agent, [SYSTEM_MESSAGE]), emit)
+        saved.write_text(json.dumps(talks, indent=1, ensure_ascii=False))
         cache.flush()
         emit("end", stats=cache.stats())
-        saved.write_text(json.dumps(talks, indent=1, ensure_ascii=False))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _load(model: str | None, script: Script) -> tuple[Chat, int, int]:
+    """The model, bytes of state a token (measured), and the most tokens that a conversation can have."""
+    try:
+        loaded: Any = load(model) if model else load_smollm2()
+        chat = Chat(loaded[0], loaded[1], script.answer_tokens)
+        turns = max((script.first + script.resume).count(agent) for agent in AGENTS)
+        texts = [" ".join((opening, *FOLLOW_UPS[: turns - 1])) for opening in AGENTS.values()]
+        prompts = [chat.prompt([SYSTEM_MESSAGE, {"role": "user", "content": text}]) for text in texts]
+        # With a block a turn for what the chat template adds.
+        longest = max(map(len, prompts)) + turns * (script.answer_tokens + BLOCK_TOKENS)
+        state = make_prompt_cache(chat.model)
+        chat.model(mx.array([prompts[0][:8]]), cache=state)
+        return chat, layers.read_state(state, 8).layout.token_bytes, longest
+    except ModelMissing:
+        raise
+    except Exception as e:  # whatever a hub, a parser, a template or a model class raises
+        problem = textwrap.shorten(f"{type(e).__name__}: {e}", 300)
+        raise Unusable(f"{model or 'SmolLM2'} cannot be used as the model: {problem}") from None
 
 
 def _turn(chat: Chat, cache: TieredCache, agent: str, messages: list[Message], emit: Emit) -> None:
     turn = len(messages) // 2  # a system message, then pairs
-    messages.append({"role": "user", "content": AGENTS[agent][turn]})
+    messages.append({"role": "user", "content": (AGENTS[agent], *FOLLOW_UPS)[turn]})
     ids = chat.prompt(messages)
     about = {"agent": agent, "turn": turn + 1, "prompt": len(ids)}
     emit("cached", **about)
-    ours, source = chat.cached(cache, ids)
+    result = chat.cached(cache, ids)
+    answer = chat.text(result["answer_tokens"])
+    messages.append({"role": "assistant", "content": answer})
     emit("cold", **about)
-    cold = chat.cold(ids)
-    messages.append({"role": "assistant", "content": chat.text(ours.answer)})
-    emit(
-        "turn",
-        **about,
-        source=source,
-        computed=ours.computed,
-        first_token=ours.first_token,
-        cold_first_token=cold.first_token,
-        equal=ours.answer == cold.answer,
-        answer=chat.text(ours.answer),
-        answer_tokens=ours.answer,
-        cold_answer=chat.text(cold.answer),
-        cold_answer_tokens=cold.answer,
-    )
-    # With a model that answers in milliseconds the turns would outrun the writer, as they never do in earnest.
+    start = time.perf_counter()
+    cold, first = chat.generate(ids, make_prompt_cache(chat.model))
+    compared = {"cold_first_token": first - start, "cold_answer": chat.text(cold), "cold_answer_tokens": cold}
+    emit("turn", **about, **result, answer=answer, **compared, equal=result["answer_tokens"] == cold)
+    # A model that answers in milliseconds would outrun the writer, as a real one never does.
     patience = time.monotonic() + 5
     while cache.stats()["ram"]["queued"] and time.monotonic() < patience:
         time.sleep(0.01)
-
-
-def _load(model: str | None, answer_tokens: int) -> Chat:
-    if model is None:
-        return Chat(*load_smollm2(), answer_tokens)
-    try:
-        loaded = load(model)
-    except Exception as e:  # whatever a hub, a parser or a model class raises
-        raise Unusable(f"{model}: the model cannot be loaded: {_sentence(e)}") from None
-    return Chat(loaded[0], loaded[1], answer_tokens)
-
-
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -12,50 +12,26 @@ You may call these tools:
 - museums(city, day): what is open, and when
 Ask the customer for nothing that a tool can tell you. If you do not know an answer, say so."""
 
-# The first message of each agent brings a text to work with; what follows is short, as in a dialogue.
-AGENTS: dict[str, tuple[str, ...]] = {
-    "Ada": (
-        "A family with two children wants to spend three days in Paris in May. They come by train from Lyon, like to walk, "
-        "and would rather see one thing well than five in a hurry. Which country is Paris the capital of?",
-        "Which river runs through it?",
-        "Name a famous museum there.",
-        "And a famous tower?",
-    ),
-    "Ben": (
-        "Two retired teachers plan a week in Rome in October. They have read a lot about the ancient city, do not like "
-        "crowds, and one of them cannot climb stairs. Which country is Rome the capital of?",
-        "Which river runs through it?",
-        "Name a famous old building there.",
-        "And a famous fountain?",
-    ),
-    "Cleo": (
-        "A student wants to see Cairo in January for as little money as possible. She arrives late at night, stays for "
-        "four days, and hopes to take many photographs. Which country is Cairo the capital of?",
-        "Which river runs through it?",
-        "Name something very old nearby.",
-        "And a famous statue?",
-    ),
+# Each agent's first message brings a text to work with; what follows is short, as in a dialogue.
+AGENTS = {
+    "Ada": "A family with two children wants to spend three days in Paris in May. They come by train, like to walk, "
+    "and would rather see one thing well than five in a hurry. Which country is Paris the capital of?",
+    "Ben": "Two retired teachers plan a week in Rome in October. They have read a lot about it, do not like crowds, "
+    "and one of them cannot climb stairs. Which country is Rome the capital of?",
+    "Cleo": "A student wants to see Cairo in January for as little money as possible. She arrives late at night, stays "
+    "for four days, and hopes to take many photographs. Which country is Cairo the capital of?",
 }
+FOLLOW_UPS = ("Which river runs through it?", "Name something old to see there.", "And something good to eat?")
 
 
 class Script(NamedTuple):
-    """Who speaks, one name a turn, before the restart and after it; `answer_tokens` is the most an answer may have."""
+    """Whose turn it is, before the restart and after it; an answer has at most `answer_tokens`."""
 
     first: tuple[str, ...]
     resume: tuple[str, ...]
     answer_tokens: int
 
-    @property
-    def turns(self) -> int:
-        """Turns in all."""
-        return len(self.first) + len(self.resume)
 
-
-def script(quick: bool) -> Script:
-    """The demo's order of turns. The third agent pushes the first one out of RAM, and so on from there; who speaks
-    twice in a row is still in RAM.
-    """
-    if quick:
-        return Script(("Ada", "Ben", "Cleo", "Ada"), ("Ada", "Ben"), 8)
-    first = ("Ada", "Ben", "Ben", "Cleo", "Cleo", "Ada", "Ada", "Ben", "Cleo")
-    return Script(first, ("Ada", "Ben", "Cleo"), 12)
+# The third agent pushes the first one out of RAM, and so on from there; who speaks twice in a row is still in it.
+QUICK = Script(("Ada", "Ben", "Cleo", "Ada"), ("Ada", "Ben"), 8)
+FULL = Script(("Ada", "Ben", "Ben", "Cleo", "Cleo", "Ada", "Ada", "Ben", "Cleo"), ("Ada", "Ben", "Cleo"), 12)
