@@ -44,7 +44,10 @@ class Index:
     @classmethod
     async def open(cls, path: Path, durability: Durability) -> Index:
         """Connect to an index that `prepare` has made ready. Raises sqlite3.Error."""
-        connection = await aiosqlite.connect(path, isolation_level=None)
+        connecting = aiosqlite.connect(path, isolation_level=None)
+        # A cache that was never closed must not keep the interpreter from ending.
+        getattr(connecting, "_thread", connecting).daemon = True
+        connection = await connecting
         try:
             for pragma in (
                 f"synchronous = {'FULL' if durability == 'full' else 'NORMAL'}",
@@ -99,7 +102,7 @@ class Index:
             raise
 
     async def close(self) -> None:
-        """Close the connection; left open, its thread would keep the interpreter from ending."""
+        """Close the connection and end its thread."""
         await self._connection.close()
 
 

@@ -34,9 +34,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # No bytes but those of the texts, so that what a random model answers is text, and encodes to what it was.
+    # Tokens for all ids, and of plain characters only: a random model's answer is text, and encodes to what it was.
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<s>", "<u>", "<a>", "</s>"])
-    tokenizer.train_from_iterator([SYSTEM, *AGENTS.values(), *FOLLOW_UPS], trainer)
+    tokenizer.train_from_iterator([SYSTEM, *AGENTS.values(), *FOLLOW_UPS, Path(__file__).read_text()], trainer)
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": TEMPLATE}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))

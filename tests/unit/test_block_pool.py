@@ -8,32 +8,29 @@ import numpy as np
 import pytest
 
 from ssd_tier import Block, Entry
-from tiered_cache.block_pool import BlockPool, anywhere, in_ram
+from tests.blocks import NAMESPACE, entry
+from tiered_cache.block_pool import BlockPool
 from tiered_cache.prefix_tree import token_bytes
 
-NAMESPACE = b"n" * 32
-SIZE = 4  # tokens a block
-UNIT = 10  # bytes a token
+SIZE, UNIT = 4, 10  # tokens a block, bytes a token
 
 
 class Disk:
     """Takes blocks as the SSD tier does: a queue, one batch in hand at a time, then what the pool is told of it."""
 
-    def __init__(self, pool: BlockPool, rng: random.Random, *, refuse: float = 0.0) -> None:
+    def __init__(self, pool: BlockPool, rng: random.Random, refuse: float = 0.0) -> None:
         self.pool, self.rng, self.refuse = pool, rng, refuse
         self.waiting: deque[Block] = deque()
         self.hand: list[Block] = []
         self.stored: dict[bytes, Entry] = {}
         self.unwanted: list[bytes] = []
-        self.put_order: list[bytes] = []
 
     def put(self, block: Block) -> bool:
-        if self.rng.random() < self.refuse or block.key in [b.key for b in self.hand]:
+        if self.rng.random() < self.refuse or (self.refuse and block.key in [b.key for b in self.hand]):
             return False
         for ancestor in self.pool.tree.nodes[block.key].path()[:-1]:
             assert ancestor.queued or ancestor.key not in self.pool.unsaved(), "a block came before its ancestor"
         self.waiting.append(block)
-        self.put_order.append(block.key)
         return True
 
     def cancel(self, key: bytes) -> bool:
@@ -48,151 +45,184 @@ class Disk:
     def discard(self, keys: Any) -> None:
         self.unwanted += keys
 
-    @property
-    def nbytes(self) -> int:
-        return sum(b.nbytes for b in [*self.waiting, *self.hand])
-
     def take(self, count: int = 100) -> None:
         while self.waiting and len(self.hand) < count:
             self.hand.append(self.waiting.popleft())
 
     def finish(self, lose: float = 0.0) -> None:
-        batch, self.hand = self.hand, []
-        lost = [b for b in batch if self.rng.random() < lose]
-        for b in batch:
-            if b not in lost:
-                self.stored[b.key] = Entry(b.key, NAMESPACE, b.parent, 1, b.start, b.tokens, b.nbytes, b.nbytes)
-        self.pool.on_lost(lost, "write_failed")
-        self.pool.on_stored([self.stored[b.key] for b in batch if b not in lost])
+        lost = [b for b in self.hand if self.rng.random() < lose]
+        new = [entry(b) for b in self.hand if b not in lost]
+        self.stored |= {e.key: e for e in new}
+        reports = [lambda: self.pool.on_lost(lost, "write_failed"), lambda: self.pool.on_stored(new)]
+        for report in self.rng.sample(reports, 2):
+            report()
+        self.hand = []
 
     def remove(self, keys: Any) -> None:
         self.pool.on_removed([e for k in keys if (e := self.stored.pop(k, None))])
+
+
+class Pool:
+    """A pool with what a RAM tier does to it, and a check of all promises after each step."""
+
+    def __init__(self, blocks: int, seed: int = 0, refuse: float = 0.0) -> None:
+        self.pool = BlockPool(blocks * SIZE * UNIT, SIZE)
+        self.root = self.pool.tree.root(NAMESPACE)
+        self.disk = Disk(self.pool, random.Random(seed), refuse)
+        self.pool.attach(self.disk)
+        self.reserved = 0
+        self.pinned: list[list[Any]] = []
+
+    def release(self, nbytes: int) -> None:
+        self.pool.release(nbytes)
+        self.reserved -= nbytes
+
+    def reserve(self, nbytes: int) -> bool:
+        """Reserve, and check who went: leaves first, clean ones first, none that may not, and no more than needed."""
+        pool, lost, short = self.pool, self.pool.counters["lost_spill_behind"], nbytes - self.pool.ledger.free
+        unsaved, sizes = pool.unsaved(), {n: n.block.nbytes for n in pool.resident() if n.block}
+        stuck = {a for n in sizes if n.pins or n.queued for a in n.path()}
+        dirty = stuck | {a for n in sizes if n.key in unsaved for a in n.path()}
+        granted = pool.reserve(nbytes)
+        gone = {n: size for n, size in sizes.items() if not n.block}
+        assert granted == (sum(size for n, size in sizes.items() if n not in stuck) >= short), "all that may go, goes"
+        assert not stuck & set(gone), "pinned or queued, or something that is hangs on it"
+        assert not gone or sum(gone.values()) >= short > sum(gone.values()) - max(gone.values()), "more than had to"
+        assert granted or not gone
+        losses = sum(n.key in unsaved for n in gone)
+        assert pool.counters["lost_spill_behind"] - lost == losses
+        assert not losses or sum(s for n, s in sizes.items() if n not in dirty) < short, "clean ones would have done"
+        assert all(a.block for n in pool.resident() for a in n.path() if a in sizes), "an ancestor went first"
+        self.reserved += nbytes * granted
+        self.check()
+        return granted
+
+    def store(self, tokens: Any) -> list[Any]:
+        """As a RAM tier does; the path, or nothing where there is no room."""
+        pool, path, node = self.pool, [], self.root
+        known = pool.tree.walk(self.root, token_bytes(tokens))
+        pool.pin(known)
+        need = (len(tokens) - sum(n.tokens for n in known if n.block)) * UNIT
+        if self.reserve(need):
+            self.reserved -= need
+            for chunk in pool.tree.chunks(token_bytes(tokens)):
+                path.append(pool.tree.insert(node, chunk))
+                node = path[-1]
+                assert node.block or pool.admit(node, block_of(node))
+            pool.set_end(node, True)
+            pool.touch(path)
+            pool.feed()
+        pool.unpin(known)
+        self.check()
+        return path
+
+    def check(self) -> None:
+        pool, ledger, written = self.pool, self.pool.ledger, [*self.disk.waiting, *self.disk.hand]
+        pool.check_integrity()
+        assert ledger.resident + ledger.queued + ledger.reserved <= ledger.limit
+        assert (ledger.queued, ledger.reserved) == (sum(b.nbytes for b in written), self.reserved), "what others hold"
+        assert self.root.sequences == sum(n.ends for n in pool.tree.nodes.values())
+        order = {n: i for i, n in enumerate(pool.resident())}
+        assert all(order[n] < order[n.parent] for n in order if n.parent in order), "a leaf is older than its parent"
+        assert all(n.block for path in self.pinned for n in path), "what is pinned stays"
 
 
 def block_of(node: Any) -> Block:
     return Block(node.key, NAMESPACE, node.parent.key, node.ids, node.start, (), "", np.zeros(node.tokens * UNIT, "u1"))
 
 
-class Pool:
-    """A pool with what a RAM tier does to it, and a check of all promises after each step."""
-
-    def __init__(self, blocks: int, seed: int = 0, **options: Any) -> None:
-        self.pool = BlockPool(blocks * SIZE * UNIT, SIZE)
-        self.root = self.pool.tree.root(NAMESPACE)
-        self.disk = Disk(self.pool, random.Random(seed), **options)
-        self.pool.attach(self.disk)
-        self.reserved = 0
-        self.pinned: list[list[Any]] = []
-
-    def reserve(self, nbytes: int) -> bool:
-        """Reserve, and check who went: leaves first, clean ones first, none that may not, and no more than needed."""
-        pool = self.pool
-        before, short = pool.resident(), nbytes - pool.ledger.free
-        unsaved, lost = pool.unsaved(), pool.counters["lost_spill_behind"]
-        sizes = {n: n.block.nbytes for n in before if n.block}
-        stuck = {a for n in before if n.pins or n.queued for a in n.path()}
-        stuck_or_dirty = stuck | {a for n in before if n.key in unsaved for a in n.path()}
-        granted = pool.reserve(nbytes)
-        gone = [n for n in before if not n.block]
-        freed = [sizes[n] for n in gone]
-        assert granted == (sum(s for n, s in sizes.items() if n not in stuck) >= short), "all that may go, goes"
-        assert not stuck & set(gone), "pinned or queued, or something that is hangs on it"
-        if granted and short > 0:
-            assert sum(freed) >= short > sum(freed) - max(freed), "more went than had to"
-        else:
-            assert not gone
-        dirty = [n for n in gone if n.key in unsaved]
-        assert pool.counters["lost_spill_behind"] - lost == len(dirty)
-        if sum(s for n, s in sizes.items() if n not in stuck_or_dirty) >= short:
-            assert not dirty, "clean blocks would have done"
-        self.reserved += nbytes * granted
-        self.check()
-        assert all(a.block for n in pool.resident() for a in n.path() if a in sizes), "a prefix went before what it bears"
-        return granted
-
-    def store(self, tokens: Any) -> list[Any] | None:
-        """As `RamTier.store` does; the path, or None where there is no room."""
-        pool = self.pool
-        known = pool.tree.walk(self.root, token_bytes(tokens))
-        pool.pin(known)
-        held = sum(n.tokens for n in known if n.block)
-        path, node = [], self.root
-        if self.reserve((len(tokens) - held) * UNIT):
-            self.reserved -= (len(tokens) - held) * UNIT
-            for chunk in pool.tree.chunks(token_bytes(tokens)):
-                node = pool.tree.insert(node, chunk)
-                path.append(node)
-                if not node.block:
-                    assert pool.admit(node, block_of(node))
-            pool.set_end(node, True)
-            pool.touch(path)
-            pool.feed()
-        pool.unpin(known)
-        self.check()
-        return path or None
-
-    def check(self) -> None:
-        pool, ledger = self.pool, self.pool.ledger
-        pool.check_integrity()
-        assert ledger.resident + ledger.queued + ledger.reserved <= ledger.limit
-        assert ledger.reserved == self.reserved
-        assert ledger.queued == self.disk.nbytes, "what the writer holds, to the byte"
-        assert self.root.sequences == sum(n.ends for n in pool.tree.nodes.values())
-        order = {n: i for i, n in enumerate(pool.resident())}
-        assert all(order[n] < order[n.parent] for n in order if n.parent in order), "a leaf is older than its parent"
+EVENTS = [*8 * ["store"], *4 * ["release", "take", "finish"], *3 * ["reserve", "unpin"], *2 * ["pin", "forget", "touch"],
+          *2 * ["remove"], "twice", "drain"]
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_sequence_of_events_keeps_every_promise(seed):
-    rng = random.Random(seed)
-    it = Pool(blocks=12, seed=seed, refuse=0.3)
+    rng, it = random.Random(seed), Pool(12, seed, refuse=0.3)
     pool, disk = it.pool, it.disk
-    known: list[tuple[int, ...]] = []
-    for step in range(400):
-        event = rng.choices(["store", "reserve", "release", "pin", "unpin", "forget", "touch", "take", "finish", "remove",
-                             "drain"], [8, 3, 4, 2, 3, 2, 2, 4, 4, 2, 1])[0]
-        here = pool.resident()
-        if event == "store":
-            head = rng.choice(known)[: rng.randrange(16)] if known and rng.random() < 0.7 else ()
-            known.append((*head, *(rng.randrange(3) for _ in range(rng.randrange(1, 12)))))
-            it.store(known[-1])
-        elif event == "reserve":
-            it.reserve(rng.randrange(8 * SIZE * UNIT))
-        elif event == "release":
-            nbytes = rng.randint(0, it.reserved)
-            pool.release(nbytes)
-            it.reserved -= nbytes
-        elif event == "pin" and here and len(it.pinned) < 2:
-            it.pinned.append(rng.choice(here).path())
-            pool.pin(it.pinned[-1])
-        elif event == "unpin" and it.pinned:
-            pool.unpin(it.pinned.pop())
-        elif event == "forget" and here:
-            leaf = rng.choice([n for n in here if not n.resident_children])
-            pool.forget([leaf], include_ssd=rng.random() < 0.3)
-            assert bool(leaf.block) == bool(leaf.pins), "what is pinned stays, all else goes"
-        elif event == "touch" and here:
-            pool.touch(rng.choice(here).path())
-        elif event == "take":
-            disk.take(rng.randrange(1, 4))
-        elif event == "finish":
-            disk.finish(lose=0.3)
-        elif event == "remove" and disk.stored:
-            parents = {e.parent for e in disk.stored.values()}
-            disk.remove([*disk.unwanted, rng.choice([k for k in disk.stored if k not in parents])])
-            disk.unwanted = []
-        elif event == "drain":
-            pool.drain(True)
-            pool.drain(False)
+    known: list[tuple[int, ...]] = [()]
+    for _ in range(400):
+        node = rng.choice(pool.resident() or [None])
+        match rng.choice(EVENTS):
+            case "store":
+                head = rng.choice(known)[: rng.randrange(16)]
+                known.append((*head, *(rng.randrange(3) for _ in range(rng.randrange(1, 12)))))
+                it.store(known[-1])
+            case "reserve":
+                it.reserve(rng.randrange(8 * SIZE * UNIT))
+            case "release":
+                it.release(rng.randint(0, it.reserved))
+            case "pin" if node and len(it.pinned) < 2:
+                it.pinned.append(node.path())
+                pool.pin(node.path())
+            case "unpin" if it.pinned:
+                pool.unpin(it.pinned.pop())
+            case "forget" if node and not node.resident_children:
+                pool.forget([node], include_ssd=rng.random() < 0.3)
+                assert bool(node.block) == bool(node.pins), "what is pinned stays, all else goes"
+            case "twice" if node and it.reserve(node.block.nbytes) and node.block:
+                assert not pool.admit(node, block_of(node)), "it is there already"
+                it.reserved -= node.block.nbytes  # given back
+            case "touch" if node:
+                pool.touch(node.path())
+            case "take":
+                disk.take(rng.randrange(1, 4))
+            case "finish":
+                disk.finish(lose=0.3)
+            case "remove" if leaves := disk.stored.keys() - {e.parent for e in disk.stored.values()}:
+                disk.remove([*disk.unwanted, min(leaves)])
+            case "drain":
+                pool.drain(True)
+                pool.drain(False)
         it.check()
-        assert all(n.block for path in it.pinned for n in path), step
     for path in it.pinned:
         pool.unpin(path)
     pool.forget(pool.resident())
-    assert pool.ledger.resident == 0
     it.check()
     disk.take()
     disk.finish()
     disk.remove(list(disk.stored))
-    assert (pool.ledger.queued, pool.ledger.reserved) == (0, it.reserved)
-    assert not pool.tree.nodes, "nothing is left behind"
+    assert (pool.ledger.resident, pool.ledger.queued, len(pool.tree.nodes)) == (0, 0, 0), "nothing is left behind"
+    assert pool.counters["evicted_blocks"] > pool.counters["lost_spill_behind"] > 0
+
+
+def test_what_would_go_first_is_written_ahead_ancestors_before_descendants():
+    it = Pool(8)
+    old, new = it.store(range(12)), it.store(range(20, 28))
+    assert [b.key for b in it.disk.waiting] == [n.key for n in old], "half of RAM is free or can be freed at once"
+    assert it.pool.unsaved() == {n.key for n in old + new}
+
+
+@pytest.mark.parametrize("lose", [0.0, 1.0], ids=["written", "lost"])
+def test_a_removed_block_that_is_being_written_stays_in_the_account_until_the_writer_is_done(lose):
+    it = Pool(4)
+    it.pool.drain(True)
+    path = it.store(range(4))
+    it.disk.take()
+    it.pool.forget(path)
+    assert (it.pool.ledger.queued, it.pool.ledger.free) == (40, 120)
+    assert not it.store(range(10, 26)), "four blocks, of which one does not fit yet"
+    it.disk.finish(lose)
+    assert it.pool.ledger.free == 160
+    assert it.disk.unwanted == ([] if lose else [path[0].key]), "nobody wants it on the SSD any more"
+
+
+@pytest.mark.xfail(strict=True, reason="the end of the first writing is taken for the second one's")
+@pytest.mark.parametrize("lose", [0.0, 1.0], ids=["written", "lost"])
+def test_a_block_stored_again_while_its_removed_self_is_written_stays_in_the_account(lose):
+    it = Pool(4)
+    it.pool.drain(True)
+    path = it.store(range(4))
+    it.disk.take()
+    it.pool.forget(path)
+    assert it.store(range(4))
+    it.disk.finish(lose)
+    it.check()
+
+
+@pytest.mark.xfail(strict=True, reason="where clean blocks alone do not suffice, they are spared at the dirty ones' cost")
+def test_no_more_unsaved_blocks_are_lost_than_clean_ones_are_short():
+    it = Pool(4, refuse=1.0)
+    path = [*it.store(range(4)), *it.store(range(10, 14)), *it.store(range(20, 24)), *it.store(range(30, 34))]
+    it.pool.on_stored([entry(n.block) for n in path[2:]])
+    assert it.reserve(120)
+    assert it.pool.counters["lost_spill_behind"] == 1
