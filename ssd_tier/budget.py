@@ -15,6 +15,10 @@ class Budget(NamedTuple):
     limit: int
     min_free: int
 
+    def can_hold(self, directory: Directory, coming: int) -> bool:
+        """Whether `coming` bytes fit once every other blob is gone."""
+        return coming + directory.index_bytes() + INDEX_SLACK <= self.limit
+
     def excess(self, directory: Directory, blob_bytes: int, coming: int) -> int:
         """Bytes of blobs that must go before `coming` more may be written; 0 or less: none. Raises OSError."""
         over = blob_bytes + coming + directory.index_bytes() + INDEX_SLACK - self.limit

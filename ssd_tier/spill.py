@@ -224,6 +224,8 @@ class SpillWriter:
 
     async def make_room(self, coming: int, spare: set[bytes]) -> bool:
         """Remove least recently used leaves until `coming` bytes fit; False where they cannot. Raises OSError."""
+        if coming and not self._budget.can_hold(self._directory, coming):
+            return False
         excess = self._budget.excess(self._directory, self._catalog.file_bytes, coming)
         if excess <= 0:
             return True
