@@ -6,17 +6,17 @@ is one that nothing hangs on. Only the loop thread changes the catalog.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 
 from ssd_tier.leaf_first import leaf_first
 
 
 class Entry:
-    """One block on the SSD: the row of the index, and how many of its children are here too."""
+    """One block on the SSD: a row of the index."""
 
     __slots__ = (
-        "children", "created", "file_bytes", "generation", "hits", "ids", "key", "namespace", "parent", "raw_bytes",
+        "created", "file_bytes", "generation", "hits", "ids", "key", "namespace", "parent", "raw_bytes",
         "seq", "start",
     )  # fmt: skip
 
@@ -45,7 +45,6 @@ class Entry:
         self.seq = seq
         self.hits = hits
         self.created = created
-        self.children = 0
 
 
 class Catalog:
@@ -58,10 +57,8 @@ class Catalog:
         self.raw_bytes = sum(e.raw_bytes for e in self._entries.values())
         self._clock = max((e.seq for e in self._entries.values()), default=0)
         self._changed: dict[bytes, Entry] = {}
-        for e in self._entries.values():
-            parent = self._entries.get(e.parent)
-            if parent:
-                parent.children += 1
+        # Of parents that are not here, too: one that comes back is no leaf.
+        self._children = Counter(e.parent for e in self._entries.values())
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,14 +73,16 @@ class Catalog:
         """The entry, untouched."""
         return self._entries.get(key)
 
+    def children(self, key: bytes) -> int:
+        """How many entries name this one as their parent, whether it is here or not."""
+        return self._children[key]
+
     def add(self, entry: Entry) -> None:
         """Take a new entry as the most recently used, and its ancestors after it."""
         self._entries[entry.key] = entry
         self.file_bytes += entry.file_bytes
         self.raw_bytes += entry.raw_bytes
-        parent = self._entries.get(entry.parent)
-        if parent:
-            parent.children += 1
+        self._children[entry.parent] += 1
         self.touch(self.chain(entry.key))
 
     def remove(self, key: bytes) -> Entry | None:
@@ -94,9 +93,9 @@ class Catalog:
         self._changed.pop(key, None)
         self.file_bytes -= entry.file_bytes
         self.raw_bytes -= entry.raw_bytes
-        parent = self._entries.get(entry.parent)
-        if parent:
-            parent.children -= 1
+        self._children[entry.parent] -= 1
+        if not self._children[entry.parent]:
+            del self._children[entry.parent]
         return entry
 
     def touch(self, keys: Iterable[bytes], *, hit: bool = False) -> None:
@@ -130,7 +129,7 @@ class Catalog:
             nbytes,
             name=lambda e: e.key,
             parent=lambda e: e.parent,
-            children=lambda e: e.children,
+            children=lambda e: self._children[e.key],
             size=lambda e: e.file_bytes,
             free=lambda e: e.key not in spare,
         )
@@ -145,7 +144,4 @@ class Catalog:
         """Recompute the sums and the counts of children; AssertionError where they differ."""
         assert self.file_bytes == sum(e.file_bytes for e in self), "file bytes"
         assert self.raw_bytes == sum(e.raw_bytes for e in self), "raw bytes"
-        children: dict[bytes, int] = {}
-        for e in self:
-            children[e.parent] = children.get(e.parent, 0) + 1
-        assert all(e.children == children.get(e.key, 0) for e in self), "children"
+        assert self._children == Counter(e.parent for e in self), "children"

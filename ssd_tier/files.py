@@ -31,6 +31,7 @@ Durability = Literal["cache", "batch", "full"]
 
 INDEX_NAME = "index.sqlite"
 _BLOB_NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{16})\.safetensors")
+_TEMPORARY = re.compile(r"[0-9]+-[0-9]+")
 _OURS = {"lock", "blobs", "tmp", INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm"}
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO in a blob's place must not hang us
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -67,7 +68,8 @@ class Directory:
         """
         check_usable(root)
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.parent.mkdir(parents=True, exist_ok=True)
+            _make_private(root)
             fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as e:
             raise DirectoryUnusable(
@@ -90,7 +92,7 @@ class Directory:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
             for name in ("blobs", "tmp"):
-                (root / name).mkdir(mode=0o700, exist_ok=True)
+                _make_private(root / name)
         except OSError as e:
             self.close()
             raise DirectoryUnusable(
@@ -128,7 +130,7 @@ class Directory:
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:  # the first blob of this fan-out directory
-                path.parent.mkdir(mode=0o700, exist_ok=True)
+                _make_private(path.parent)
                 os.rename(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -215,7 +217,7 @@ class Directory:
 
     def clear_temporary(self) -> int:
         """Remove what a killed process left half-written; return how many files. Raises OSError."""
-        leftovers = [p for p in (self.root / "tmp").iterdir() if not p.is_dir() or p.is_symlink()]
+        leftovers = [p for p in (self.root / "tmp").iterdir() if _TEMPORARY.fullmatch(p.name)]
         for path in leftovers:
             path.unlink(missing_ok=True)
         return len(leftovers)
@@ -241,6 +243,15 @@ class Directory:
             self._lock_fd = -1
 
 
+def _make_private(folder: Path) -> None:
+    """Make a directory that is ours alone, whatever the umask; one that is there is left as it is. Raises OSError."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    folder.chmod(0o700)
+
+
 def check_usable(root: Path, *, writable: bool = True) -> None:
     """Raise `DirectoryUnusable` where `root` exists and is not a cache directory of ours. Changes nothing."""
     try:
@@ -264,10 +275,24 @@ def check_usable(root: Path, *, writable: bool = True) -> None:
     if not status.st_mode & stat.S_IWUSR or not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         raise DirectoryUnusable(f"ssd.path {root} is not writable; run: chmod 700 {root}, or choose another directory")
     try:
-        foreign = sorted({p.name for p in root.iterdir()} - _OURS)
+        foreign = next(_foreign(root), None)
     except OSError as e:
         raise DirectoryUnusable(f"ssd.path {root} cannot be listed ({e.strerror}); choose another directory") from e
-    if foreign and not (root / "lock").exists():
-        raise DirectoryUnusable(
-            f"ssd.path {root} holds other files ({foreign[0]}, ...); choose an empty directory or a new path"
-        )
+    if foreign:
+        raise DirectoryUnusable(f"ssd.path {root} holds other files ({foreign}, ...); choose an empty directory")
+
+
+def _foreign(root: Path) -> Iterator[str]:
+    """What shows that a directory is not a cache of ours: links in the place of our folders, and, where there is no
+    index, whatever does not have a name that we give.
+    """
+    for name in ("blobs", "tmp"):
+        folder = root / name
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            yield f"{name} is no directory"
+    if (root / INDEX_NAME).exists():
+        return
+    names = {p.name for p in root.iterdir() if not p.name.startswith(".")}
+    yield from sorted(names - _OURS - {"lost+found"})
+    for pattern, files in ((_TEMPORARY, root.glob("tmp/*")), (_BLOB_NAME, root.glob("blobs/*/*"))):
+        yield from (str(p.relative_to(root)) for p in files if not pattern.fullmatch(p.name))

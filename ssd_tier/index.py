@@ -6,6 +6,7 @@ own digests. A lost commit costs a file that the next open collects.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import sqlite3
@@ -40,6 +41,7 @@ class Index:
 
     def __init__(self, connection: aiosqlite.Connection) -> None:
         self._connection = connection
+        self._lock = asyncio.Lock()  # one transaction at a time: all tasks share the connection
 
     @classmethod
     async def open(cls, path: Path, durability: Durability) -> Index:
@@ -71,8 +73,10 @@ class Index:
         models: Mapping[bytes, str] | None = None,
         counters: Mapping[str, int] | None = None,
     ) -> None:
-        """All of it in one transaction, or nothing. `counters` are added to what is there. Raises sqlite3.Error."""
-        c = self._connection
+        """All of it in one transaction, or nothing. `counters` are added to what is there. Raises sqlite3.Error.
+
+        Cancelling it does not take it back: it is carried to its end.
+        """
         keys = [(k,) for k in removed]
         rows = [
             (e.key, e.namespace, e.parent, e.generation, e.start, len(e.ids) // 8, e.file_bytes, e.raw_bytes, e.seq,
@@ -88,18 +92,23 @@ class Index:
             ("INSERT OR REPLACE INTO namespace (digest, model) VALUES (?, ?)", list((models or {}).items())),
             (_COUNT, list((counters or {}).items())),
         ]
-        try:
-            await c.execute("BEGIN IMMEDIATE")
-            for statement, values in work:
-                if values:  # each call is a trip to the connection's thread and back
-                    await c.executemany(statement, values)
-            await c.execute("COMMIT")
-        except BaseException:
-            # Cancelling an await does not take back the statement; the transaction must not stay open.
-            with contextlib.suppress(sqlite3.Error):
-                if c.in_transaction:
-                    await c.execute("ROLLBACK")
-            raise
+        # Cancelling an await does not take back its statement, and would leave the transaction open.
+        await asyncio.shield(self._transact(work))
+
+    async def _transact(self, work: Sequence[tuple[str, Sequence[Sequence[object]]]]) -> None:
+        c = self._connection
+        async with self._lock:
+            try:
+                await c.execute("BEGIN IMMEDIATE")
+                for statement, values in work:
+                    if values:  # each call is a trip to the connection's thread and back
+                        await c.executemany(statement, values)
+                await c.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    if c.in_transaction:
+                        await c.execute("ROLLBACK")
+                raise
 
     async def close(self) -> None:
         """Close the connection and end its thread."""
@@ -119,9 +128,10 @@ def prepare(path: Path) -> list[Entry]:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
             connection.execute("PRAGMA busy_timeout = 5000")
             connection.execute("PRAGMA mmap_size = 0")
-            check_version(connection, path, len(scripts()))  # before anything is written
-            connection.execute("PRAGMA journal_mode = WAL")
-            migrate(connection, path)
+            steps = scripts()
+            if check_version(connection, path, len(steps)) < len(steps):  # nothing is written to one that is up to date
+                connection.execute("PRAGMA journal_mode = WAL")
+                migrate(connection, path, steps)
             return [Entry(*row) for row in connection.execute(f"{_SELECT} ORDER BY seq")]
     except (sqlite3.Error, OSError) as e:
         raise _unusable(path, e) from e

@@ -134,7 +134,6 @@ class SpillWriter:
         self._saved: Counter[str] = Counter(counters)  # what the index has of the counters
         self._models: dict[bytes, str] = {}
         self._wake = asyncio.Event()
-        self._transaction = asyncio.Lock()
         self._stopping = False
         self.progress = asyncio.Event()  # set after each batch
 
@@ -219,7 +218,7 @@ class SpillWriter:
         self._counters["blocks_written"] += len(added)
         self._counters["bytes_written"] += sum(e.file_bytes for e in added.values())
         replaced = [k for b in blocks if b.key in added for k in b.replaces]
-        await self.remove([k for k in replaced if (old := self._catalog.get(k)) and not old.children])
+        await self.remove([k for k in replaced if k in self._catalog and not self._catalog.children(k)])
         return lost
 
     async def make_room(self, coming: int, spare: set[bytes]) -> bool:
@@ -254,12 +253,9 @@ class SpillWriter:
     ) -> None:
         new = {e.key for e in added}
         counters = Counter(self._counters)
-        async with self._transaction:
-            touched = [e for e in self._catalog.take_changed() if e.key not in new]
-            await self._index.apply(
-                added=added, removed=removed, touched=touched, models=models, counters=counters - self._saved
-            )
-            self._saved = counters
+        change, self._saved = counters - self._saved, counters
+        touched = [e for e in self._catalog.take_changed() if e.key not in new]
+        await self._index.apply(added=added, removed=removed, touched=touched, models=models, counters=change)
 
     def _write_file(self, entry: Entry, parts: list[Bytes | bytes]) -> None:
         self._directory.write(entry.key, entry.generation, parts, self._durability)

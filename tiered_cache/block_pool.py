@@ -19,8 +19,7 @@ from typing import Protocol
 from ssd_tier import Block, Entry
 from ssd_tier.leaf_first import leaf_first
 from tiered_cache.ledger import Ledger
-from tiered_cache.metrics import losses
-from tiered_cache.prefix_tree import Match, Node, PrefixTree
+from tiered_cache.prefix_tree import Match, Node, PrefixTree, anywhere, block_bytes, in_ram
 
 WRITE_AHEAD = 0.5  # of the limit: free, or holding clean blocks that may go
 
@@ -39,16 +38,6 @@ class Sink(Protocol):
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Remove these."""
-
-
-def in_ram(node: Node) -> bool:
-    """Resident, or waiting in the spill queue."""
-    return node.block is not None
-
-
-def anywhere(node: Node) -> bool:
-    """In RAM or on the SSD."""
-    return node.block is not None or node.entry is not None
 
 
 class BlockPool:
@@ -138,11 +127,6 @@ class BlockPool:
         with self.lock:
             self._feed()
 
-    def losses(self) -> dict[str, int]:
-        """What was refused or lost here, by reason."""
-        with self.lock:
-            return losses(self.counters)
-
     def _mark(self, node: Node) -> None:
         """Sort a node into the dirty or the clean ones, as the most recently used."""
         if node in self._dirty:
@@ -171,11 +155,13 @@ class BlockPool:
                 return
             if node in self._dirty:
                 yield node
-            room += node.block.nbytes if node.block else 0
+            room += block_bytes([node])
 
     def _queue(self, node: Node) -> bool:
         assert node.block
         block = node.block
+        if node.key in self._leaving:
+            return True  # removed and stored again while the writer has it in hand: it will tell
         if node.replaces and not block.replaces:
             block = replace(block, replaces=node.replaces)  # the same bytes
         if not (self._sink and self._sink.put(block)):
@@ -212,18 +198,22 @@ class BlockPool:
 
     def _evict(self, nbytes: int) -> bool:
         """Free `nbytes`, clean blocks first; False, and nothing evicted, where not enough may go."""
-        victims = self._victims(nbytes, lambda n: not n.pins and not n.queued and n not in self._dirty)
-        if sum(v.block.nbytes for v in victims if v.block) < nbytes:
-            victims = self._victims(nbytes, lambda n: not n.pins and not n.queued)
-            if sum(v.block.nbytes for v in victims if v.block) < nbytes:
-                return False
+        clean = self._victims(nbytes, lambda n: not n.pins and not n.queued and n not in self._dirty)
+        short = nbytes - block_bytes(clean)
+        if short > 0 and block_bytes(self._victims(nbytes, lambda n: not n.pins and not n.queued)) < nbytes:
+            return False
+        self._evict_all(clean)
+        if short > 0:
+            dirty = self._victims(short, lambda n: not n.pins and not n.queued)
+            self.counters["lost_spill_behind"] += sum(n in self._dirty for n in dirty)
+            self._evict_all(dirty)
+        return True
+
+    def _evict_all(self, victims: list[Node]) -> None:
         for node in victims:
-            if node in self._dirty:
-                self.counters["lost_spill_behind"] += 1
             node.root.evictions += node.ends
             self._drop(node)
-            self.counters["evicted_blocks"] += 1
-        return True
+        self.counters["evicted_blocks"] += len(victims)
 
     def _victims(self, nbytes: int, free: Callable[[Node], bool]) -> list[Node]:
         return leaf_first(
@@ -231,8 +221,8 @@ class BlockPool:
             nbytes,
             name=lambda n: n,
             parent=lambda n: n.parent,
-            children=lambda n: n.resident_children,
-            size=lambda n: n.block.nbytes if n.block else 0,
+            children=lambda n: len(n.resident),
+            size=lambda n: block_bytes([n]),
             free=free,
         )
 
@@ -255,7 +245,7 @@ class BlockPool:
         self._dirty.pop(node, None)
         node.block = None
         if node.parent:
-            node.parent.resident_children -= 1
+            node.parent.resident.remove(node)
         self.tree.prune(node)
 
     # -- blocks in and out
@@ -269,7 +259,7 @@ class BlockPool:
             node.block = block
             self.ledger.admit(block.nbytes)
             if node.parent:
-                node.parent.resident_children += 1
+                node.parent.resident.add(node)
             self._order[node] = None
             for n in reversed(node.path()):  # what hangs on a block is never more recent than it
                 if n.block:
@@ -283,8 +273,10 @@ class BlockPool:
         node.ends = ends
 
     def match(self, root: Node, ids: bytes, usable: Callable[[Node], bool], limit: int) -> Match:
-        """The longest chain of usable blocks. Changes nothing."""
+        """The longest chain of usable blocks (`in_ram` or `anywhere`). Changes nothing."""
         with self.lock:
+            if usable is in_ram:  # of thousands of siblings, few may be here
+                return self.tree.match(root, ids, usable, limit, lambda node: node.resident)
             return self.tree.match(root, ids, usable, limit)
 
     def touch(self, nodes: Sequence[Node], *, hit: bool = False) -> None:
@@ -334,12 +326,12 @@ class BlockPool:
             here = [n for n in self.tree.nodes.values() if n.block]
             assert set(here) == set(self._order), "order of use"
             self.ledger.check_integrity(
-                resident=sum(n.block.nbytes for n in here if n.block and not n.queued),
-                queued=sum(n.block.nbytes for n in here if n.block and n.queued) + sum(self._leaving.values()),
+                resident=block_bytes(n for n in here if not n.queued),
+                queued=block_bytes(n for n in here if n.queued) + sum(self._leaving.values()),
                 reserved=self.ledger.reserved,
             )
             assert all(n.block and not n.entry and not n.queued for n in self._dirty), "dirty blocks"
             for node in [*self.tree.nodes.values(), *self.tree.roots.values()]:
-                assert node.resident_children == sum(c.block is not None for c in node.children), "resident children"
+                assert list(node.resident) == [c for c in node.children if c.block], "resident children"
                 assert not (node.parent and not anywhere(node) and not len(node.children) and not node.pins), "husk"
 

@@ -250,7 +250,7 @@ class TieredCache:
             "ssd": {"on": tier is not None, "off_because": runtime.ssd_off, **(tier.stats() if tier else {})},
             "promotion": runtime.promoter.stats() if runtime.promoter else {},
             "losses": losses(
-                runtime.pool.losses(),
+                runtime.pool.counters,
                 tier.counters if tier else {},
                 runtime.promoter.counters if runtime.promoter else {},
             ),

@@ -15,6 +15,7 @@ from ssd_tier.buffers import view
 
 STATE_VERSION = 1  # raise when a state of an older version must not be met any more
 SAMPLES = 64  # values looked at in each parameter
+_STATE = {"_no_grad", "_training"}  # of a module: what it is doing, not what it is
 
 
 def model_fingerprint(model: Any) -> str:
@@ -31,17 +32,19 @@ def model_fingerprint(model: Any) -> str:
             data = part if isinstance(part, bytes) else str(part).encode()
             digest.update(len(data).to_bytes(8, "little") + data)
 
+    arrays = list(tree_flatten(_parameters(model)))
     add("model", type(model).__module__, type(model).__qualname__)
     add(json.dumps(_plain(getattr(model, "args", None) or getattr(model, "config", None)), sort_keys=True))
     for name, module in sorted(_modules(model), key=lambda item: item[0]):
-        settings = {k: v for k, v in sorted(vars(module).items()) if not k.startswith("_") and _is_plain(v)}
+        settings = {k: v for k, v in sorted(vars(module).items()) if k not in _STATE and _is_plain(v)}
         add("module", name, type(module).__qualname__, json.dumps(_plain(settings), sort_keys=True))
+        if isinstance(module, dict):  # rotation frequencies and the like: kept, but not counted as parameters
+            arrays += [(f"{name}.{k}", v) for k, v in module.items() if k.startswith("_")]
     names, samples = [], []
-    for name, value in sorted(tree_flatten(_parameters(model)), key=lambda item: item[0]):
+    for name, value in sorted(arrays, key=lambda item: item[0]):
         if isinstance(value, mx.array):
-            flat = value.reshape(-1)
             names.append((name, tuple(value.shape), str(value.dtype)))
-            samples.append(mx.contiguous(flat[:: max(1, value.size // SAMPLES)]))
+            samples.append(_sample(value))
     mx.eval(samples)
     for described, sample in zip(names, samples, strict=True):
         add("parameter", described, bytes(view(sample)) if sample.size else b"")
@@ -63,8 +66,8 @@ def namespace(fingerprint: str, classes: list[str], block_tokens: int, tenant: s
 def model_label(model: Any, fingerprint: str) -> str:
     """A short name for people: the model's type and the head of its fingerprint."""
     args = getattr(model, "args", None)
-    kind = getattr(args, "model_type", None) or type(model).__name__
-    return f"{kind}-{fingerprint[:8]}"
+    kind = getattr(args, "model_type", None)
+    return f"{kind if isinstance(kind, str) else type(model).__name__}-{fingerprint[:8]}"
 
 
 def _modules(model: Any) -> list[tuple[str, Any]]:
@@ -75,6 +78,14 @@ def _modules(model: Any) -> list[tuple[str, Any]]:
 def _parameters(model: Any) -> Any:
     parameters = getattr(model, "parameters", None)
     return parameters() if callable(parameters) else {}
+
+
+def _sample(array: mx.array) -> mx.array:
+    """Values spread over an array by the golden ratio, which meets every row and column alike."""
+    if array.size <= SAMPLES:
+        return mx.contiguous(array.reshape(-1))
+    places = [int((i * 0.6180339887498949) % 1 * array.size) for i in range(1, SAMPLES + 1)]
+    return array.reshape(-1)[mx.array(places, dtype=mx.uint32)]
 
 
 def _is_plain(value: Any) -> bool:
@@ -89,4 +100,6 @@ def _plain(value: Any) -> Any:
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
+    if not _is_plain(value) and hasattr(value, "__dict__") and not isinstance(value, type):
+        return {k: v for k, v in vars(value).items() if _is_plain(v) and not k.startswith("_")}
     return value if _is_plain(value) else type(value).__qualname__

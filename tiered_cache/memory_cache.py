@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from tiered_cache.block_pool import BlockPool, anywhere, in_ram
+from tiered_cache.block_pool import BlockPool
 from tiered_cache.fingerprint import model_fingerprint as _compute_model_fingerprint
 from tiered_cache.layers import array_bytes as _array_memory
 from tiered_cache.layers import price as estimate_kv_cache_memory
-from tiered_cache.metrics import MB, CacheStats
-from tiered_cache.prefix_tree import Node
+from tiered_cache.metrics import MB, CacheStats, losses
+from tiered_cache.prefix_tree import Node, anywhere, in_ram
 from tiered_cache.ram_tier import RamTier
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class MemoryAwarePrefixCache(RamTier):
 
     def get_stats(self) -> dict[str, Any]:
         """`CacheStats.to_dict()`, and `losses` by reason. Any thread."""
-        return {**self.stats.to_dict(), "losses": self.pool.losses()}
+        return {**self.stats.to_dict(), "losses": losses(self.pool.counters)}
 
     @property
     def memory_usage_mb(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ class Node:
 
     __slots__ = (
         "block", "children", "ends", "entry", "evictions", "ids", "key", "layout", "parent", "pins", "queued",
-        "replaces", "resident_children", "root", "sequences", "start", "tokens",
+        "replaces", "resident", "root", "sequences", "start", "tokens",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: Node | None, ids: bytes) -> None:
@@ -47,7 +47,7 @@ class Node:
         self.replaces: tuple[bytes, ...] = ()  # keys on the SSD that are of no use once this one is there
         self.pins = 0
         self.ends = False  # a stored sequence ends here
-        self.resident_children = 0
+        self.resident = Children()  # those of the children that are in RAM
         # On a root only, for its whole namespace:
         self.layout: object = None  # what the state of every block looks like, once one has been seen
         self.sequences = 0  # that end in RAM
@@ -61,6 +61,21 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+
+def in_ram(node: Node) -> bool:
+    """Resident, or waiting in the spill queue."""
+    return node.block is not None
+
+
+def anywhere(node: Node) -> bool:
+    """In RAM or on the SSD."""
+    return node.block is not None or node.entry is not None
+
+
+def block_bytes(nodes: Iterable[Node]) -> int:
+    """Bytes of state that these hold in RAM."""
+    return sum(n.block.nbytes for n in nodes if n.block)
 
 
 class Children:
@@ -147,13 +162,23 @@ class PrefixTree:
             node = self.roots[namespace] = Node(namespace, None, b"")
         return node
 
-    def match(self, root: Node, ids: bytes, usable: Callable[[Node], bool], limit: int) -> Match:
-        """The longest usable chain that agrees with `ids` (int64 bytes), cut at `limit` tokens. Changes nothing."""
+    def match(
+        self,
+        root: Node,
+        ids: bytes,
+        usable: Callable[[Node], bool],
+        limit: int,
+        among: Callable[[Node], Children] = lambda node: node.children,
+    ) -> Match:
+        """The longest usable chain that agrees with `ids` (int64 bytes), cut at `limit` tokens. Changes nothing.
+
+        `among` names a node's children to choose from: few of these should turn out not to be usable.
+        """
         size = self.block_tokens * TOKEN_BYTES
         node, nodes, at = root, [], 0
         while at < limit:
             chunk = ids[at * TOKEN_BYTES : at * TOKEN_BYTES + size]
-            child, common = node.children.nearest(chunk, usable)
+            child, common = among(node).nearest(chunk, usable)
             if child is None:
                 break
             nodes.append(child)

@@ -19,8 +19,8 @@ from weakref import WeakSet, ref
 
 from ssd_tier import Block, SSDTier
 from tiered_cache import layers
-from tiered_cache.block_pool import BlockPool, anywhere, in_ram
-from tiered_cache.prefix_tree import Node
+from tiered_cache.block_pool import BlockPool
+from tiered_cache.prefix_tree import Node, anywhere, in_ram
 from tiered_cache.ram_tier import RamTier
 
 log = logging.getLogger("tiered_cache")

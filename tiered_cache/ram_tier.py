@@ -10,9 +10,9 @@ from ssd_tier import Block
 from ssd_tier.buffers import Bytes
 from ssd_tier.keys import TOKEN_BYTES
 from tiered_cache import fingerprint, layers
-from tiered_cache.block_pool import BlockPool, in_ram
+from tiered_cache.block_pool import BlockPool
 from tiered_cache.metrics import CacheStats
-from tiered_cache.prefix_tree import Match, Node, token_bytes
+from tiered_cache.prefix_tree import Match, Node, in_ram, token_bytes
 
 log = logging.getLogger("tiered_cache")
 
