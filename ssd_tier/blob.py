@@ -197,8 +197,8 @@ def _parse(header: dict[str, Any], data: Bytes) -> BlobInfo:
 
 
 def _part(stored: tuple[str, Bytes], codec: Codec, raw_bytes: int) -> Part:
-    if codec not in ("raw", "zstd"):
-        raise BlobDamaged(f"codec {codec!r} is not known")
+    if codec not in ("raw", "zstd") or raw_bytes < 0:
+        raise BlobDamaged(f"no part is {codec!r} of {raw_bytes} bytes")
     return Part(codec, raw_bytes, stored[1])
 
 

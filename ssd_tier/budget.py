@@ -15,12 +15,12 @@ class Budget(NamedTuple):
     limit: int
     min_free: int
 
-    def can_hold(self, directory: Directory, coming: int) -> bool:
-        """Whether `coming` bytes fit once every other blob is gone."""
-        return coming + directory.index_bytes() + INDEX_SLACK <= self.limit
+    def can_hold(self, directory: Directory, blob_bytes: int, coming: int) -> bool:
+        """Whether `coming` bytes would fit if all blobs went. Raises OSError."""
+        return self.excess(directory, blob_bytes, coming) <= blob_bytes
 
     def excess(self, directory: Directory, blob_bytes: int, coming: int) -> int:
         """Bytes of blobs that must go before `coming` more may be written; 0 or less: none. Raises OSError."""
         over = blob_bytes + coming + directory.index_bytes() + INDEX_SLACK - self.limit
-        lacking = self.min_free + coming - directory.free_bytes()
+        lacking = self.min_free + coming + INDEX_SLACK - directory.free_bytes()
         return max(over, lacking)

@@ -140,6 +140,10 @@ class Catalog:
         self._changed.clear()
         return changed
 
+    def put_changed(self, entries: Iterable[Entry]) -> None:
+        """Undo `take_changed`, where the change could not be saved."""
+        self._changed.update((e.key, e) for e in entries if e.key in self._entries)
+
     def check_integrity(self) -> None:
         """Recompute the sums and the counts of children; AssertionError where they differ."""
         assert self.file_bytes == sum(e.file_bytes for e in self), "file bytes"

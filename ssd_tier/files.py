@@ -68,8 +68,8 @@ class Directory:
         """
         check_usable(root)
         try:
-            root.parent.mkdir(parents=True, exist_ok=True)
-            _make_private(root)
+            for folder in [*reversed(root.parents), root]:
+                _make_private(folder)
             fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as e:
             raise DirectoryUnusable(

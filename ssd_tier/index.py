@@ -26,7 +26,8 @@ from ssd_tier.migrations import check_version, migrate, scripts
 _COLUMNS = "key, namespace, parent, generation, start, ids, file_bytes, raw_bytes, seq, hits, created"
 _SELECT = f"SELECT {_COLUMNS} FROM block JOIN block_tokens USING (key)"
 _ADD = (
-    "INSERT INTO block (key, namespace, parent, generation, start, tokens, file_bytes, raw_bytes, seq, hits, created) "
+    "INSERT OR REPLACE INTO block "
+    "(key, namespace, parent, generation, start, tokens, file_bytes, raw_bytes, seq, hits, created) "
     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 
@@ -112,7 +113,8 @@ class Index:
 
     async def close(self) -> None:
         """Close the connection and end its thread."""
-        await self._connection.close()
+        async with self._lock:
+            await self._connection.close()
 
 
 def prepare(path: Path) -> list[Entry]:
@@ -181,6 +183,8 @@ def _check_file(path: Path) -> None:
 def _unusable(path: Path, error: Any) -> IndexUnusable:
     if isinstance(error, FileNotFoundError):
         return IndexUnusable(f"{path} does not exist; check ssd.path, or start the program that writes it first")
+    if "locked" in str(error):
+        return IndexUnusable(f"{path} is locked by another program; close that one first")
     if isinstance(error, sqlite3.DatabaseError) and "not a database" in str(error):
         return IndexUnusable(f"{path} is not an SQLite database; move it away or choose another ssd.path")
     return IndexUnusable(f"{path} cannot be used as an index ({error}); move it away or choose another ssd.path")

@@ -1,4 +1,7 @@
-"""Looking into a cache directory from outside, beside a running owner: nothing is written, locked or repaired."""
+"""Looking into a cache directory from outside, beside a running owner.
+
+Nothing is changed, locked or repaired; SQLite may leave its empty journal beside the index.
+"""
 
 from __future__ import annotations
 

@@ -30,12 +30,20 @@ def recover(directory: Directory, rows: Sequence[Entry]) -> Recovered:
     for file in list(directory.blobs()):
         entry = named.get((file.key, file.generation))
         if entry is None:
-            directory.remove(file.key, file.generation)
-            orphans += 1
+            orphans += _removed(directory, file.key, file.generation)
         elif file.nbytes == entry.file_bytes:
             found.add(file.key)
     kept = [e for e in rows if e.key in found]
     dropped = [e for e in rows if e.key not in found]
     for entry in dropped:  # a file of another size than its row says holds something else
-        directory.remove(entry.key, entry.generation)
+        _removed(directory, entry.key, entry.generation)
     return Recovered(kept, dropped, temporary, orphans)
+
+
+def _removed(directory: Directory, key: bytes, generation: int) -> bool:
+    """Remove a file; one that cannot be removed is tried again at the next open."""
+    try:
+        directory.remove(key, generation)
+    except OSError:
+        return False
+    return True

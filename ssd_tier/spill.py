@@ -54,6 +54,7 @@ class SpillQueue:
         self.nbytes = 0  # waiting and being written
         self._waiting: deque[Block] = deque()
         self._taken = 0
+        self._closed = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -62,7 +63,7 @@ class SpillQueue:
     def put(self, block: Block) -> bool:
         """Take a block; False where it does not fit. A block larger than the queue fits when nothing else waits."""
         with self._lock:
-            if len(self) and self.nbytes + block.nbytes > self.capacity:
+            if self._closed or (len(self) and self.nbytes + block.nbytes > self.capacity):
                 return False
             self._waiting.append(block)
             self.nbytes += block.nbytes
@@ -95,9 +96,10 @@ class SpillQueue:
                     return True
             return False
 
-    def drain(self) -> list[Block]:
-        """Take back all that waits and is not yet being written."""
+    def close(self) -> list[Block]:
+        """Take nothing more, and give back all that waits."""
         with self._lock:
+            self._closed = True
             left = list(self._waiting)
             self._waiting.clear()
             self.nbytes -= sum(b.nbytes for b in left)
@@ -131,7 +133,8 @@ class SpillWriter:
         self._workers = workers
         self._level = level
         self._durability: Durability = durability
-        self._saved: Counter[str] = Counter(counters)  # what the index has of the counters
+        self._saved: Counter[str] = Counter()  # what the index has of the counters
+        self._undeleted: list[Entry] = []  # files that could not be removed: tried again, and in the budget until then
         self._models: dict[bytes, str] = {}
         self._wake = asyncio.Event()
         self._stopping = False
@@ -155,11 +158,11 @@ class SpillWriter:
                 if len(self._queue) == 0 and not self._stopping:
                     await self._wake.wait()
                 continue
-            blocks = [b for b in batch if b.key not in self._catalog]
+            blocks = list({b.key: b for b in batch if b.key not in self._catalog}.values())
             try:
                 lost = await self._store(blocks)
-            except (OSError, sqlite3.Error) as e:
-                log.warning("ssd: %d blocks not written (%s)", len(blocks), e)
+            except Exception as e:  # the writer outlives every batch
+                log.warning("ssd: %d blocks not written (%s: %s)", len(blocks), type(e).__name__, e)
                 lost = {b.key: "write_failed" for b in blocks if b.key not in self._catalog}
             finally:
                 self._queue.finished(batch)  # before the listener, who fills the queue again
@@ -167,6 +170,9 @@ class SpillWriter:
             self.progress.set()
 
     def _tell(self, batch: list[Block], lost: dict[bytes, str]) -> None:
+        for block in batch:
+            if block.key not in self._catalog:
+                lost.setdefault(block.key, "no_room")  # stored before, and evicted for this batch
         for reason in set(lost.values()):
             gone = [b for b in batch if lost.get(b.key) == reason]
             self._counters[f"lost_{reason}"] += len(gone)
@@ -175,12 +181,13 @@ class SpillWriter:
 
     async def _store(self, blocks: list[Block]) -> dict[bytes, str]:
         """Write blocks whose ancestors are stored; return the others with the reason. Raises OSError, sqlite3.Error."""
-        lost: dict[bytes, str] = {}
+        lost = self._orphans(blocks)
+        blocks = [b for b in blocks if b.key not in lost]
         encoded = await asyncio.gather(*(self._run(encode_blob, b, self._level) for b in blocks))
         sizes = [sum(len(p) for p in parts) for parts in encoded]
         spare = {key for b in blocks for key in self._catalog.chain(b.parent)}
         if not await self.make_room(sum(sizes), spare):
-            return {b.key: "no_room" for b in blocks}
+            return lost | {b.key: "no_room" for b in blocks}
         entries = [
             Entry(b.key, b.namespace, b.parent, secrets.randbits(63), b.start, b.tokens, size, b.nbytes, created=now())
             for b, size in zip(blocks, sizes, strict=True)
@@ -221,11 +228,23 @@ class SpillWriter:
         await self.remove([k for k in replaced if k in self._catalog and not self._catalog.children(k)])
         return lost
 
+    def _orphans(self, blocks: list[Block]) -> dict[bytes, str]:
+        """Blocks that nothing could lead to, since an ancestor is neither stored nor about to be."""
+        reachable: set[bytes] = set()
+        lost = {}
+        for b in blocks:
+            if b.parent == b.namespace or b.parent in reachable or b.parent in self._catalog:
+                reachable.add(b.key)
+            else:
+                lost[b.key] = "parent_not_stored"
+        return lost
+
     async def make_room(self, coming: int, spare: set[bytes]) -> bool:
         """Remove least recently used leaves until `coming` bytes fit; False where they cannot. Raises OSError."""
-        if coming and not self._budget.can_hold(self._directory, coming):
+        held = self._catalog.file_bytes + sum(e.file_bytes for e in self._undeleted)
+        if coming and not self._budget.can_hold(self._directory, self._catalog.file_bytes, coming):
             return False
-        excess = self._budget.excess(self._directory, self._catalog.file_bytes, coming)
+        excess = self._budget.excess(self._directory, held, coming)
         if excess <= 0:
             return True
         victims = self._catalog.victims(excess, spare)
@@ -240,7 +259,7 @@ class SpillWriter:
             return
         self._listener.on_removed(entries)
         # Without a commit the rows outlive their files, and the next open drops them.
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(sqlite3.Error, ValueError):  # ValueError: the index is closed already
             await self._commit(removed=[e.key for e in entries])
         await self._remove_files(entries)
 
@@ -253,25 +272,30 @@ class SpillWriter:
     ) -> None:
         new = {e.key for e in added}
         counters = Counter(self._counters)
-        change, self._saved = counters - self._saved, counters
+        change = counters - self._saved
         touched = [e for e in self._catalog.take_changed() if e.key not in new]
-        await self._index.apply(added=added, removed=removed, touched=touched, models=models, counters=change)
+        try:
+            await self._index.apply(added=added, removed=removed, touched=touched, models=models, counters=change)
+        except BaseException:
+            self._catalog.put_changed(touched)
+            raise
+        self._saved = counters
 
     def _write_file(self, entry: Entry, parts: list[Bytes | bytes]) -> None:
         self._directory.write(entry.key, entry.generation, parts, self._durability)
 
     async def _remove_files(self, entries: Sequence[Entry]) -> None:
-        def unlink() -> int:
-            failed = 0
-            for e in entries:
+        def unlink() -> list[Entry]:
+            failed = []
+            for e in [*self._undeleted, *entries]:
                 try:
                     self._directory.remove(e.key, e.generation)
                 except OSError:
-                    failed += 1  # an orphan: collected at the next open
+                    failed.append(e)
             return failed
 
         if entries:
-            self._counters["unlink_failed"] += await self._run(unlink)
+            self._undeleted = await self._run(unlink)
 
     def _run(self, function: Callable[..., T], *args: object) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._workers, function, *args)

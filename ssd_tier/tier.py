@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ssd_tier.blob import Block
 from ssd_tier.budget import Budget
 from ssd_tier.catalog import Catalog
-from ssd_tier.errors import BlobDamaged
+from ssd_tier.errors import BlobDamaged, IndexUnusable
 from ssd_tier.files import Directory, Durability
 from ssd_tier.index import Index, prepare
 from ssd_tier.reader import read_block
@@ -55,6 +55,9 @@ class SSDTier:
         try:
             rows = prepare(self._directory.index_path)
             self._recovered = recover(self._directory, rows)
+        except OSError as e:
+            self._directory.close()
+            raise IndexUnusable(f"{options.path} cannot be read ({e.strerror}); check the disk") from e
         except BaseException:
             self._directory.close()
             raise
@@ -62,6 +65,7 @@ class SSDTier:
         self.counters["orphans_removed"] = self._recovered.orphans + self._recovered.temporary
         self.counters["lost_missing"] = len(self._recovered.dropped)
         self._touches: deque[tuple[Sequence[bytes], bool]] = deque()
+        self._touch_due = False
         self._closed = False
 
     async def start(self, listener: Listener) -> None:
@@ -105,7 +109,8 @@ class SSDTier:
     def touch(self, keys: Sequence[bytes], *, hit: bool = False) -> None:
         """Blocks that were just used, leaf first; `hit`: read from here. Any thread; never waits."""
         self._touches.append((keys, hit))
-        if len(self._touches) == 1:
+        if not self._touch_due:
+            self._touch_due = True
             self._call(self._apply_touches)
 
     def discard(self, keys: Sequence[bytes]) -> None:
@@ -114,7 +119,8 @@ class SSDTier:
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """Remove blocks from index and disk. Loop thread."""
-        await self.writer.remove(keys)
+        if not self._closed:
+            await self.writer.remove(keys)
 
     async def read(self, key: bytes, wanted: Callable[[], bool] = lambda: True) -> Block | None:
         """A verified block, or None and a counter that says why. Loop thread; the work is done in reader threads.
@@ -122,7 +128,7 @@ class SSDTier:
         `wanted` is asked before the disk is: a read that nobody waits for any more is not made.
         """
         entry = self.catalog.get(key)
-        if entry is None:
+        if entry is None or self._closed:
             self.counters["miss_evicted"] += 1
             return None
         try:
@@ -138,7 +144,7 @@ class SSDTier:
             else:
                 self.counters["miss_evicted"] += 1
             return None
-        except (OSError, MemoryError) as e:  # the machine's fault, not the blob's: it stays
+        except (OSError, MemoryError, RuntimeError) as e:  # the machine's fault, not the blob's: it stays
             self.counters["read_failed"] += 1
             log.warning("ssd: block %s could not be read (%s)", key.hex()[:12], e)
             return None
@@ -161,7 +167,7 @@ class SSDTier:
         self.writer.stop()
         await self._tasks[0]
         self._tasks[1].cancel()
-        left = self.queue.drain()
+        left = self.queue.close()
         if left:
             self.counters["lost_closed"] += len(left)
             self._listener.on_lost(left, "closed")
@@ -200,6 +206,7 @@ class SSDTier:
         task.add_done_callback(self._tasks.remove)
 
     def _apply_touches(self) -> None:
+        self._touch_due = False  # first: what comes from now on may be too late for this round
         while self._touches:
             keys, hit = self._touches.popleft()
             self.catalog.touch(keys, hit=hit)

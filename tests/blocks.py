@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 from hashlib import sha256
@@ -17,6 +19,7 @@ import numpy as np
 from ssd_tier import Block, Entry, SSDTier, TensorSpec, TierOptions
 from ssd_tier.blob import encode_blob
 from ssd_tier.buffers import Bytes
+from ssd_tier.index import read_entries, read_only
 from ssd_tier.keys import chain_key
 
 NAMESPACE = sha256(b"a namespace").digest()
@@ -73,10 +76,8 @@ def blob(b: Block, level: int | None = 1) -> bytes:
 
 def entry(b: Block, **changes: Any) -> Entry:
     """A row for the block, without a file."""
-    made = Entry(b.key, b.namespace, b.parent, 1, b.start, b.tokens, b.nbytes + 100, b.nbytes)
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+    sizes = {"file_bytes": b.nbytes + 100, "raw_bytes": b.nbytes, "generation": 1}
+    return Entry(b.key, b.namespace, b.parent, start=b.start, ids=b.tokens, **(sizes | changes))
 
 
 class Recorder:
@@ -95,6 +96,30 @@ class Recorder:
 
     def on_removed(self, entries: Sequence[Entry]) -> None:
         self.removed += [e.key for e in entries]
+
+
+class Watch(Recorder):
+    """Looks at the disk and the index from outside, whenever something has changed."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root, self.peak = root, 0  # most bytes ever seen
+        self.wrong: list[str] = []
+        self.tier: Any = None
+
+    def on_stored(self, entries: Sequence[Entry]) -> None:
+        super().on_stored(entries)
+        self.look()
+        here = {e.key: e.parent for e in rows(self.root)}
+        self.wrong += ["told before its row" for e in entries if e.key not in here]
+        self.wrong += ["a row without its parent's" for p in here.values() if p not in here and p != NAMESPACE]
+
+    def on_removed(self, entries: Sequence[Entry]) -> None:
+        super().on_removed(entries)
+        self.wrong += ["not a leaf" for e in self.tier.catalog if e.parent in keys(*entries)]
+
+    def look(self, *_: object) -> None:
+        self.peak = max(self.peak, on_disk(self.root))
 
 
 def options(path: Path, **changes: Any) -> TierOptions:
@@ -121,7 +146,7 @@ async def spill(tier: SSDTier, *blocks: Block) -> None:
     """Hand over blocks and wait until the writer is done with all that waits."""
     for b in blocks:
         assert tier.put(b), "the queue is full"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(5):
         while len(tier.queue):
             tier.writer.progress.clear()
             await tier.writer.progress.wait()
@@ -142,3 +167,32 @@ def on_disk(root: Path) -> int:
             except FileNotFoundError:  # removed by the writer just now
                 continue
     return total
+
+
+def keys(*found: Any) -> list[bytes]:
+    """Keys of blocks or entries."""
+    return [f.key for f in found]
+
+
+def rows(root: Path) -> list[Entry]:
+    """What the index says, read beside the owner."""
+    with read_only(root / "index.sqlite") as reader:
+        return read_entries(reader)
+
+
+def path_of(tier: SSDTier, b: Block) -> Path:
+    """Where the block's file lies."""
+    return tier._directory.blob_path(b.key, {e.key: e.generation for e in tier.catalog}[b.key])
+
+
+def failing(*operations: str, at: int | None = None, name: str = "") -> Callable[[str, str], None]:
+    """A hook for `Directory`: of these operations (default: all) on files of such names, call number `at` (default:
+    each) fails.
+    """
+    count = itertools.count()
+
+    def hook(operation: str, file: str) -> None:
+        if operation in (operations or [operation]) and file.startswith(name) and at in (None, next(count)):
+            raise OSError(errno.EIO, f"no {operation}")
+
+    return hook

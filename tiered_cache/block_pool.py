@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -196,15 +196,19 @@ class BlockPool:
         with self.lock:
             self.ledger.release(nbytes)
 
-    def _evict(self, nbytes: int) -> bool:
+    def _evict(self, nbytes: int, roots: Collection[Node] | None = None) -> bool:
         """Free `nbytes`, clean blocks first; False, and nothing evicted, where not enough may go."""
-        clean = self._victims(nbytes, lambda n: not n.pins and not n.queued and n not in self._dirty)
+
+        def free(node: Node) -> bool:
+            return not node.pins and not node.queued and (roots is None or node.root in roots)
+
+        clean = self._victims(nbytes, lambda n: n not in self._dirty and free(n))
         short = nbytes - block_bytes(clean)
-        if short > 0 and block_bytes(self._victims(nbytes, lambda n: not n.pins and not n.queued)) < nbytes:
+        if short > 0 and block_bytes(self._victims(nbytes, free)) < nbytes:
             return False
         self._evict_all(clean)
         if short > 0:
-            dirty = self._victims(short, lambda n: not n.pins and not n.queued)
+            dirty = self._victims(short, free)
             self.counters["lost_spill_behind"] += sum(n in self._dirty for n in dirty)
             self._evict_all(dirty)
         return True
@@ -226,10 +230,10 @@ class BlockPool:
             free=free,
         )
 
-    def evict_one(self) -> bool:
-        """Evict the least recently used block that may go; False where none may."""
+    def evict_one(self, roots: Collection[Node]) -> bool:
+        """Evict the least recently used block below these roots that may go; False where none may."""
         with self.lock:
-            return self._evict(1)
+            return self._evict(1, roots)
 
     def _drop(self, node: Node) -> None:
         """Take a node's block out of RAM."""

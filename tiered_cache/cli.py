@@ -82,7 +82,7 @@ def show(
     found = inspect(config, path)
     sequence = found.find(key)
     info = found.blob(sequence.blocks[-1])
-    blocks = [
+    blocks: list[dict[str, Any]] = [
         {
             "key": b.key.hex(),
             "start": b.start,

@@ -129,7 +129,7 @@ class MemoryAwarePrefixCache(RamTier):
         with self.pool.lock:
             mine = set(self._roots.values())
             self.pool.forget([n for n in self.pool.resident() if n.root in mine])
-            self._stats = CacheStats()
+            self.reset_stats()
 
     def reset_stats(self) -> None:
         """Counters to zero, contents kept. Any thread."""
@@ -201,9 +201,6 @@ class MemoryAwarePrefixCache(RamTier):
                 "memory_bytes": sum(n.entry.raw_bytes for n in both.nodes if n.entry and not n.block),
                 "num_tokens": both.nodes[-1].start + both.nodes[-1].tokens,
             }
-
-    def __len__(self) -> int:
-        return sum(root.sequences for root in self._roots.values())
 
     def __contains__(self, tokens: Sequence[int]) -> bool:
         request = self.prepare(tokens, 0, None)

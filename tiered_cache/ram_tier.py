@@ -146,8 +146,10 @@ class RamTier:
         False, and a counter with the reason, for what is too short, too large, or cannot be restored. `evict_prefixes`
         drops the shorter tail that this sequence continues. Never raises for what a model hands it. Model's thread.
         """
-        if len(tokens) < self.min_prefix_tokens or not cache:
-            return self._refuse("too_short" if len(tokens) else "empty", None)
+        if not len(tokens) or not cache:
+            return self._refuse("empty", None)
+        if len(tokens) < self.min_prefix_tokens:
+            return self._refuse("too_short", None)
         try:
             state = layers.read_state(cache, len(tokens))
             ids = token_bytes(tokens)
@@ -190,9 +192,13 @@ class RamTier:
         finally:
             pool.release(sum(owed.values()))
             pool.unpin(known)
-        while root.sequences > self.max_entries and pool.evict_one():
+        while len(self) > self.max_entries and pool.evict_one(self._roots.values()):
             pass
         return True
+
+    def __len__(self) -> int:
+        """How many stored sequences end in RAM, over all tenants. Any thread."""
+        return sum(root.sequences for root in self._roots.values())
 
     def _block(self, root: Node, node: Node, layout: layers.Layout, data: Bytes) -> Block:
         assert node.parent

@@ -1,11 +1,17 @@
-"""The account of RAM: resident, queued and reserved bytes never exceed the limit, and nothing is given back twice."""
+"""The account of RAM: the limit, what is held against it at any moment, and the figures that people see."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.states import ShapeOnlyModel, state_of
+from tiered_cache.block_pool import BlockPool
 from tiered_cache.ledger import Ledger
+from tiered_cache.memory_cache import CacheStats, MemoryAwarePrefixCache, MemoryCacheConfig
+from tiered_cache.metrics import MB
 
 
 def figures(ledger: Ledger) -> tuple[int, ...]:
@@ -106,8 +112,7 @@ def test_the_peak_is_the_most_ever_held_with_reservations_and_without_refusals()
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_sequence_of_moves_keeps_the_invariant(seed):
-    rng = random.Random(seed)
-    ledger, limit = Ledger(1000), 1000
+    rng, ledger, limit = random.Random(seed), Ledger(1000), 1000
     oracle = {"resident": 0, "queued": 0, "reserved": 0}
     moves: dict[str, tuple[str, str | None]] = {
         "release": ("reserved", None), "admit": ("reserved", "resident"), "drop": ("resident", None),
@@ -153,3 +158,42 @@ def test_the_check_finds_a_ledger_over_its_limit():
     ledger.limit = 59
     with pytest.raises(AssertionError, match="over the limit by 1 bytes"):
         ledger.check_integrity(resident=30, queued=20, reserved=10)
+
+
+@pytest.mark.parametrize(("field", "values"), [
+    ("max_memory_mb", [0, -1, -0.5]), ("max_memory_percent", [0, -0.1, 1.01]), ("max_entries", [0, -3]),
+    ("kv_bits", [0, 1, 7, 16]), ("kv_group_size", [0, 16, 96]), ("kv_min_quantize_tokens", [-1]),
+    ("min_prefix_tokens", [0, -1])])
+def test_a_wrong_setting_is_an_error_that_names_field_and_value(field, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"{field}.* {value}$"):
+            MemoryCacheConfig(**{field: value})
+
+
+def test_the_limit_is_what_was_given_or_a_share_of_what_is_available(monkeypatch):
+    assert MemoryCacheConfig(max_memory_mb=1.5).compute_memory_limit() == 1.5 * MB
+    assert MemoryCacheConfig(max_memory_percent=1.0, max_entries=1, min_prefix_tokens=1, kv_min_quantize_tokens=0)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000 * MB))
+    assert MemoryCacheConfig().compute_memory_limit() == 2000 * MB
+    assert MemoryCacheConfig(max_memory_percent=0.001).compute_memory_limit() == 100 * MB
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: 1 / 0)
+    assert MemoryCacheConfig(max_memory_percent=0.5).compute_memory_limit() == 4096 * MB
+
+
+def test_statistics_are_rounded_for_people_and_safe_where_nothing_happened():
+    assert (CacheStats().hit_rate, CacheStats().memory_utilization) == (0.0, 0.0)
+    stats = CacheStats(hits=2, misses=1, evictions=3, tokens_saved=4, current_memory_bytes=MB + 5 * MB // 1000,
+                       max_memory_bytes=3 * MB, entry_count=5)
+    assert stats.to_dict() == {
+        "hits": 2, "misses": 1, "hit_rate": 0.6667, "evictions": 3, "tokens_saved": 4, "current_memory_mb": 1.0,
+        "max_memory_mb": 3.0, "memory_utilization": 0.335, "entry_count": 5}
+
+
+def test_a_model_with_too_many_sequences_gives_up_none_of_another_models():
+    pool = BlockPool(MB, 256)
+    one, other = (MemoryAwarePrefixCache(ShapeOnlyModel(name=name), MemoryCacheConfig(max_entries=kept), pool=pool)
+                  for name, kept in (("one", 2), ("other", 1)))
+    for cache in (one, one, other, other):
+        tokens = range(len(cache), len(cache) + 300)
+        assert cache.store(tokens, state_of(tokens))
+    assert (len(one), len(other)) == (2, 1)

@@ -1,144 +1,202 @@
 """The tier: what is spilled comes back, within the budget, and no fault on the way costs more than what it hits."""
 
 import asyncio
-import errno
-import itertools
 import os
 import sqlite3
 import threading
-from contextlib import closing
 from dataclasses import replace
+from unittest.mock import AsyncMock
 
+import psutil
 import pytest
 
 from ssd_tier import SSDTier
-from ssd_tier import spill as spill_module
 from ssd_tier.files import Directory, default_hook
-from ssd_tier.index import read_counters, read_entries, read_only
 from ssd_tier.spill import SpillQueue
-from tests.blocks import Recorder, blob, block, chain, content, listing, on_disk, options, running, spill
+from tests import blocks
+from tests.blocks import Recorder, block, chain, content, failing, keys, listing, options, path_of, rows, running, spill
 
 MB = 1 << 20
 
 
-def bug(reason):
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
-def keys(*found):
-    return [f.key for f in found]
-
-
-def path_of(tier, b):
-    return tier._directory.blob_path(b.key, tier.catalog.get(b.key).generation)
-
-
-def rows(root):
-    with read_only(root / "index.sqlite") as reader:
-        return read_entries(reader)
-
-
-class Watch(Recorder):
-    """Looks at the disk and the index from outside, whenever something has changed."""
-
-    def __init__(self, root, index=False):
-        super().__init__()
-        self.root, self.index, self.peak, self.wrong = root, index, 0, []
-
-    def on_stored(self, entries):
-        super().on_stored(entries)
-        self.look()
-        if self.index:
-            here = {e.key: e.parent for e in rows(self.root)}
-            self.wrong += [e for e in entries if e.key not in here]
-            self.wrong += [k for k, parent in here.items() if parent not in here and parent != entries[0].namespace]
-
-    def on_removed(self, entries):
-        super().on_removed(entries)
-        self.wrong += [e for e in self.tier.catalog if e.parent in keys(*entries)]
-
-    def look(self, *_):
-        self.peak = max(self.peak, on_disk(self.root))
-
-
 @pytest.mark.parametrize(("durability", "level"), [("cache", 1), ("batch", None), ("full", 3)])
-async def test_blocks_come_back_bit_for_bit_also_after_a_restart(tmp_path, durability, level):
-    family = chain(4)
-    family.append(block(77, family[1]))
+async def test_blocks_come_back_bit_for_bit_also_after_a_restart_and_are_written_once(tmp_path, durability, level):
+    family, names = [*chain(4), block(77, chain(2)[1])], [listing(tmp_path)]
     for start in range(2):
         async with running(tmp_path, heard := Recorder(), durability=durability, level=level) as tier:
-            if not start:
+            if start == 0:
                 await spill(tier, *family)
-                assert (heard.stored, heard.lost) == (keys(*family), {})
-            for b in family:
-                assert content(await tier.read(b.key)) == content(b)
-            assert (await tier.read(bytes(32)), tier.counters["miss_evicted"]) == (None, 1)
-        assert keys(*rows(tmp_path)) == keys(family[4], *family[3:0:-1], family[0]) or start == 0
-
-
-async def test_no_row_stands_without_its_ancestors_rows(tmp_path):
-    heard = Watch(tmp_path, index=True)
-    async with running(tmp_path, heard, budget=4 * MB) as tier:  # two blocks a batch
-        await spill(tier, *chain(9, nbytes=MB // 4))
-        assert len(heard.stored) == len(tier.catalog) == 9
-    assert heard.wrong == []
+            assert [content(await tier.read(b.key)) for b in family] == [content(b) for b in family]
+            await spill(tier, *family)
+            names.append(listing(tmp_path, "blobs"))
+            assert heard.stored[-5:] == keys(*family)  # told all the same: they are there
+        assert keys(*rows(tmp_path)) == keys(*(family[i] for i in (3, 2, 4, 1, 0)))
+    assert names[1] == names[2]
+    async with running(tmp_path) as tier:
+        await tier.remove(keys(*family))
+        assert (await tier.read(family[0].key), tier.counters["miss_evicted"]) == (None, 1)
+        await spill(tier, *family)
+    assert len({*names[2], *listing(tmp_path, "blobs")}) == 10  # no name is used again
 
 
 async def test_what_hangs_on_a_failed_block_is_lost_with_its_own_reason(tmp_path):
     family, other = chain(3), chain(2, seed=1)
     async with running(tmp_path, heard := Recorder()) as tier:
-
-        def hook(operation, name):
-            if operation == "rename" and name.startswith(family[0].key.hex()):
-                raise OSError(errno.EIO, "no")
-
-        tier._directory.hook = hook
-        await spill(tier, *family, *other)
-        await spill(tier, chain(5, seed=2)[4])  # whose parents were never handed over
+        tier._directory.hook = failing("rename", name=family[0].key.hex())
+        await spill(tier, *family, *other, chain(5, seed=2)[4])  # the parents of the last were never handed over
         assert heard.stored == keys(*other) == keys(*rows(tmp_path))[::-1]
         assert list(heard.lost.values()).count("parent_not_stored") == tier.counters["lost_parent_not_stored"] == 3
         assert heard.lost[family[0].key] == "write_failed"
         assert len(listing(tmp_path, "blobs")) == 2
 
 
-async def test_nothing_is_written_twice_and_no_name_is_used_again(tmp_path):
-    family, names = chain(3), []
-    for _ in range(2):
-        async with running(tmp_path, heard := Recorder()) as tier:
-            for _ in range(2):
-                await spill(tier, *family)
-                names.append(listing(tmp_path, "blobs"))
-            assert heard.stored == 2 * keys(*family)  # told all the same: they are there
-    assert [len(n) for n in names] == [3, 3, 3, 3]
-    assert all(n == names[0] for n in names)
-    async with running(tmp_path) as tier:
-        await tier.remove(keys(*family))
-        await spill(tier, *family)
-    assert not set(names[0]) & set(listing(tmp_path, "blobs"))
-
-
-@bug("both are written, and one of the files is forgotten")
-async def test_a_block_handed_over_twice_is_written_once(tmp_path):
-    async with running(tmp_path) as tier:
-        await spill(tier, block(0), block(0))
-        assert len(listing(tmp_path, "blobs")) == 1
-
-
 @pytest.mark.parametrize("kind", ["budget", "floor"])
 async def test_the_disk_never_holds_more_than_it_may(tmp_path, monkeypatch, kind):
-    limit = 6 * MB
-    limits = {"budget": limit}
+    limit, changes = 6 * MB, {"budget": 6 * MB}
     if kind == "floor":
-        monkeypatch.setattr(Directory, "free_bytes", lambda self: 9 * MB - on_disk(tmp_path))
-        limits = {"min_free": 3 * MB, "budget": 12 * MB}
-    async with running(tmp_path, heard := Watch(tmp_path), **limits) as heard.tier:
-        heard.tier._directory.hook = heard.look
+        monkeypatch.setattr(Directory, "free_bytes", lambda self: 9 * MB - blocks.on_disk(tmp_path))
+        limit, changes = 7 * MB, {"budget": 12 * MB, "min_free": 3 * MB}  # the journal grows a little more
+    async with running(tmp_path, heard := blocks.Watch(tmp_path), **changes) as tier:
+        heard.tier = tier
+        tier._directory.hook = heard.look
         for seed in range(30):
-            await spill(heard.tier, *chain(4, seed, nbytes=MB // 4))
+            await spill(tier, *chain(4, seed, nbytes=MB // 4))
         assert limit / 2 < heard.peak <= limit
         assert (heard.wrong, heard.lost) == ([], {})
-        assert set(heard.stored) - set(heard.removed) == set(keys(*heard.tier.catalog))
-        assert len(heard.removed) == heard.tier.counters["blocks_evicted"] > 90
-        assert content(await heard.tier.read(heard.stored[-1])) == content(chain(4, 29, nbytes=MB // 4)[3])
+        assert set(heard.stored) - set(heard.removed) == set(keys(*tier.catalog))
+        assert len(heard.removed) == tier.counters["blocks_evicted"] > 90
     async with running(tmp_path, budget=4 * MB):
-        assert on_disk(tmp_path) <= 4 * MB
+        assert blocks.on_disk(tmp_path) <= 4 * MB
+
+
+async def test_what_can_never_fit_is_lost_and_costs_no_other(tmp_path):
+    many = [*chain(8, nbytes=MB // 4), block(9, nbytes=8 * MB)]  # the first six fill it, and carry the next two
+    async with running(tmp_path, heard := Recorder(), budget=4 * MB) as tier:
+        await spill(tier, *many)
+        assert (heard.stored, heard.removed) == (keys(*many[:6]), [])
+        assert heard.lost == dict.fromkeys(keys(*many[6:]), "no_room")
+
+
+@pytest.mark.parametrize(("durability", "operations"), [
+    ("cache", ["open", "write", "rename"]), ("full", ["open", "write", "fsync", "rename", "fsync", "fsync"])])
+async def test_a_spill_that_fails_at_any_operation_costs_its_block_and_no_more(tmp_path, durability, operations):
+    seen: list[str] = []
+    async with running(tmp_path, heard := Recorder(), durability=durability) as tier:
+        tier._directory.hook = lambda operation, name: seen.append(operation)
+        await spill(tier, block(0))
+        assert seen == operations
+        for n, b in enumerate(chain(len(operations), seed=1)):
+            before = listing(tmp_path)
+            tier._directory.hook = failing(at=n)
+            await spill(tier, b)
+            assert heard.lost.pop(b.key) == "write_failed"
+            assert (listing(tmp_path), tier.queue.nbytes, await tier.read(b.key)) == (before, 0, None)
+            await spill(tier, b)  # goes on
+            assert content(await tier.read(b.key)) == content(b)
+        assert tier.counters["lost_write_failed"] == len(operations)
+
+
+async def test_an_index_that_fails_costs_a_batch_and_no_more(tmp_path, monkeypatch):
+    async with running(tmp_path, heard := Recorder()) as tier:
+        with monkeypatch.context() as patched:
+            patched.setattr(tier._index, "apply", AsyncMock(side_effect=sqlite3.OperationalError("disk is full")))
+            await spill(tier, *chain(2))
+        assert heard.lost == dict.fromkeys(keys(*chain(2)), "write_failed")
+        assert (list(tier.catalog), tier.queue.nbytes, listing(tmp_path, "blobs")) == ([], 0, [])
+        await spill(tier, *chain(2))
+        assert keys(*rows(tmp_path))[::-1] == heard.stored == keys(*chain(2))
+
+
+def test_the_queue_is_bounded_in_bytes_and_gives_back_what_is_taken_back():
+    queue, (a, b, c), huge = SpillQueue(10000), chain(3), block(9, nbytes=20480)
+    assert [queue.put(x) for x in (a, b, c, huge)] == [True, True, False, False]
+    assert [queue.cancel(x.key) for x in (a, a, c)] == [True, False, False]
+    assert queue.put(c)
+    taken = queue.take(5000, 9)
+    assert (taken, queue.cancel(b.key), queue.put(a), queue.nbytes, len(queue)) == ([b], False, False, 8192, 2)
+    queue.finished(taken)
+    assert queue.put(a)
+    assert (queue.close(), queue.nbytes, len(queue)) == ([c, a], 0, 0)
+    assert not queue.put(a), "it is closed"
+    alone = SpillQueue(10000)
+    assert (alone.put(huge), alone.put(a), alone.take(1, 9)) == (True, False, [huge])
+
+
+async def test_closing_tells_what_was_not_written_and_leaves_nothing_open(tmp_path, monkeypatch):
+    threads, gate, many = set(threading.enumerate()), threading.Event(), [block(i, nbytes=MB // 16) for i in range(20)]
+    await (tier := SSDTier(options(tmp_path, budget=4 * MB))).start(heard := Recorder())
+    monkeypatch.setattr(tier._directory, "hook", lambda *_: gate.wait(5))
+    assert all(tier.put(b) for b in many)
+    await asyncio.sleep(0.05)
+    assert (tier.cancel(many[0].key), tier.cancel(many[19].key)) == (False, True)
+    asyncio.get_running_loop().call_later(0.01, gate.set)
+    await tier.close()
+    await tier.close()
+    assert heard.stored == keys(*many[:8])  # the batch at hand
+    assert heard.lost == dict.fromkeys(keys(*many[8:19]), "closed")
+    assert (tier.counters["lost_closed"], len(tier.queue), tier.queue.nbytes, tier.put(many[19])) == (11, 0, 0, False)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert not [f for f in psutil.Process().open_files() if f.path.startswith(str(tmp_path))]
+    for thread in {t for t in threading.enumerate() if not t.name.startswith("asyncio_")} - threads:
+        thread.join(2)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("harm", "counter"), [
+    (lambda p: p.write_bytes(p.read_bytes()[:-1] + b"?"), "lost_damaged"), (lambda p: p.unlink(), "lost_missing"),
+    (lambda p: os.truncate(p, 100), "lost_damaged"),
+    (lambda p: p.write_bytes(blocks.blob(block(5, chain(1)[0]))), "lost_damaged"),  # intact, but another one
+    (lambda p: p.symlink_to(p.rename(p.with_suffix(".moved"))), "lost_damaged")])
+async def test_a_harmed_blob_is_a_counted_miss_and_goes(tmp_path, harm, counter):
+    a, b = chain(2)
+    async with running(tmp_path, heard := Recorder()) as tier:
+        await spill(tier, a, b)
+        path = path_of(tier, b)
+        harm(path)
+        assert await tier.read(b.key) is None
+        assert (tier.counters[counter], heard.removed, path.name in listing(tmp_path)) == (1, [b.key], False)
+        await spill(tier, b)
+        assert [content(await tier.read(x.key)) for x in (a, b)] == [content(a), content(b)]
+
+
+async def test_a_disk_that_cannot_be_read_now_is_a_miss_and_the_block_stays(tmp_path):
+    async with running(tmp_path, heard := Recorder()) as tier:
+        await spill(tier, block(0))
+        for n, operation in enumerate(["open", "read"], 1):
+            tier._directory.hook = failing(operation)
+            assert (await tier.read(block(0).key), tier.counters["read_failed"], heard.removed) == (None, n, [])
+            assert await tier.read(block(0).key, wanted=lambda: False) is None  # nobody waits: the disk is not asked
+            assert tier.counters["read_failed"] == n
+        tier._directory.hook = default_hook  # the disk is well again
+        assert content(await tier.read(block(0).key)) == content(block(0))
+
+
+async def test_an_open_brings_index_and_files_to_agree(tmp_path):
+    family = chain(4)
+    async with running(tmp_path) as tier:
+        await spill(tier, *family)
+        paths = [path_of(tier, b) for b in family]
+    orphan = paths[0].with_name(f"{family[0].key.hex()}-{7:016x}.safetensors")
+    for path in (tmp_path / "tmp" / "1-0", orphan, paths[0].with_name("note.txt")):
+        path.write_bytes(paths[0].read_bytes())
+    paths[3].unlink()
+    paths[2].write_bytes(b"short")
+    async with running(tmp_path) as tier:
+        assert keys(*tier.catalog) == keys(*rows(tmp_path)) == keys(family[1], family[0])
+        assert listing(tmp_path, "blobs") == sorted(["note.txt", paths[0].name, paths[1].name])
+        assert (listing(tmp_path, "tmp"), tier.counters["orphans_removed"], tier.counters["lost_missing"]) == ([], 2, 2)
+        assert content(await tier.read(family[1].key)) == content(family[1])
+
+
+async def test_a_replaced_block_goes_once_the_new_one_is_stored(tmp_path):
+    short, parent = block(0, tokens=8), block(1)
+    child, new = block(2, parent), replace(block(3), replaces=(short.key, parent.key))
+    async with running(tmp_path, heard := Recorder()) as tier:
+        await spill(tier, short, parent, child)
+        tier._directory.hook = failing("write")
+        await spill(tier, new)
+        assert (heard.removed, len(rows(tmp_path))) == ([], 3)
+        tier._directory.hook = default_hook
+        await spill(tier, new)
+        assert (heard.removed, heard.stored[-1]) == ([short.key], new.key)  # something hangs on the other one
+        assert (len(rows(tmp_path)), len(listing(tmp_path, "blobs"))) == (3, 3)

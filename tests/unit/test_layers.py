@@ -1,0 +1,200 @@
+"""mlx-lm's cache layers to bytes and back: bit for bit for KVCache, and a refusal with its reason for all else."""
+
+import gc
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ConcatenateKVCache as Growing
+
+from tests.models import bytes_of, same_state
+from tiered_cache import layers
+from tiered_cache.layers import Piece, Refused
+
+BITS: dict[Any, Any] = {mx.bfloat16: np.uint16, mx.float16: np.uint16, mx.float32: np.uint32}
+DTYPES = pytest.mark.parametrize("dtype", list(BITS), ids=["bfloat16", "float16", "float32"])
+
+
+def array(shape: Any, dtype: Any = mx.bfloat16, seed: int = 0) -> mx.array:
+    """Any bit pattern there is: infinities, denormals and NaNs with their payloads among them."""
+    bits = np.random.default_rng(seed).integers(0, np.iinfo(BITS[dtype]).max, shape, BITS[dtype], endpoint=True)
+    return mx.array(bits).view(dtype)
+
+
+def layer(n: int, heads: int = 2, dk: int = 8, dv: int = 8, dtype: Any = mx.bfloat16, seed: int = 0, cls: Any = KVCache,
+          batch: int = 1) -> Any:
+    made = cls()
+    made.update_and_fetch(array((batch, heads, n, dk), dtype, seed), array((batch, heads, n, dv), dtype, seed + 1))
+    return made
+
+
+QUANTIZED: Any = layer(300, 2, 64, 64, cls=QuantizedKVCache)
+
+
+def pieces(state: layers.State) -> list[Piece]:
+    """The state's blocks, as the cache keeps them."""
+    ends = [*range(256, state.tokens, 256), state.tokens]
+    return [Piece(layers.cut(state, s, e), e - s, e - s) for s, e in pairwise([0, *ends])]
+
+
+def round_trip(cache: Any, tokens: int) -> Any:
+    state = layers.read_state(cache, tokens)
+    return layers.join(state.layout, pieces(state))
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 255, 256, 257, 300, 512, 700])
+def test_a_state_cut_into_blocks_and_joined_again_has_the_same_bits(tokens, dtype):
+    # Grouped heads, keys and values of different sizes, layers that differ from each other.
+    cache = [layer(tokens, 1, 16, 4, dtype), layer(tokens, 8, 6, 6, dtype, 2), layer(tokens, 3, 2, 10, dtype, 4)]
+    joined = round_trip(cache, tokens)
+    assert same_state(cache, joined)
+    for old, new in zip(cache, joined, strict=True):
+        assert type(new) is KVCache
+        assert [(a.dtype, a.shape) for a in new.keys_and_values()] == [(dtype, a.shape) for a in old.keys_and_values()]
+
+
+@DTYPES
+def test_large_small_infinite_and_undefined_values_come_back(dtype):
+    values = mx.array([1e5, -1e5, 1e-9, 0.0, -0.0, float("inf"), float("-inf"), float("nan")]).astype(dtype)
+    one = KVCache()
+    one.update_and_fetch(*2 * [mx.broadcast_to(values, (1, 2, 300, 8))])
+    (joined,) = round_trip([one], 300)
+    assert bytes_of(joined.keys[0, 1, 299]) == bytes_of(joined.values[0, 0, 0]) == bytes_of(values)
+    assert dtype == mx.float16 or float(joined.keys[0, 0, 0, 0]) == pytest.approx(1e5, rel=0.01)
+
+
+@pytest.mark.parametrize("take", [1, 43, 187, 188])
+def test_of_the_last_block_only_the_first_tokens_may_be_used(take):
+    cache = [layer(700, 2, 8, 4), layer(700, 1, 8, 4, seed=7)]
+    state = layers.read_state(cache, 700)
+    first, second, last = pieces(state)
+    joined = layers.join(state.layout, [first, second, last._replace(take=take)])
+    assert same_state(cache, joined, 512 + take)
+    assert [c.offset for c in joined] == [512 + take] * 2
+    for new in joined:  # what another request computed is not there, not even out of sight
+        assert not any(bytes_of(new.keys[:, :, 512 + take :]) + bytes_of(new.values[:, :, 512 + take :]))
+
+
+@pytest.mark.parametrize("tokens", [1, 255, 256, 300, 512])
+def test_the_next_token_finds_room_without_a_copy_of_the_layer(tokens):
+    cache = [layer(tokens)]
+    joined = round_trip(cache, tokens)
+    room = joined[0].keys.shape[2]
+    for c in (cache[0], joined[0]):
+        c.update_and_fetch(array((1, 2, 1, 8), seed=5), array((1, 2, 1, 8), seed=6))
+    assert joined[0].keys.shape[2] == room
+    assert same_state(cache, joined)
+
+
+def test_what_was_joined_shares_nothing_with_the_blocks():
+    state = layers.read_state(cache := [layer(300)], 300)
+    blocks = pieces(state)
+    joined, other = layers.join(state.layout, blocks), layers.join(state.layout, blocks)
+    joined[0].keys[:, :, :300] = 0
+    assert not any(bytes_of(joined[0].keys))
+    assert same_state(layers.join(state.layout, blocks), cache)
+    for p in blocks:
+        p.data[:] = 255
+    assert same_state(other, cache)
+
+
+SHAPE = (1, 2, 300, 8)
+INPUTS = {
+    "transposed": lambda a: mx.contiguous(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3),
+    "strided": lambda a: mx.repeat(a, 2, axis=2)[:, :, ::2],
+    "a part": lambda a: mx.concatenate([a, a, a], axis=2)[:, :, 300:600],
+    "broadcast": lambda a: mx.broadcast_to(a[:, :1], SHAPE),
+    "lazy": lambda a: mx.concatenate([a[:, :, :100], a[:, :, 100:]], axis=2)}
+
+
+def with_fields(c: Any, **fields: Any) -> Any:
+    for name, value in fields.items():
+        setattr(c, name, value)
+    return c
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("how", INPUTS)
+def test_arrays_that_are_views_or_not_computed_yet_are_read_right(how, evaluated):
+    made, same = ([INPUTS[how](array(SHAPE, seed=seed)) for seed in (0, 1)] for _ in range(2))
+    mx.eval(made if evaluated else [])
+    (joined,) = round_trip([with_fields(KVCache(), keys=made[0], values=made[1], offset=300)], 300)
+    for new, old in zip(joined.keys_and_values(), same, strict=True):
+        assert (np.array(new.view(mx.uint16)) == np.array(old.view(mx.uint16))).all()
+
+
+OTHERS = {
+    "rotating": layer(300, cls=lambda: RotatingKVCache(512)), "chunked": layer(300, cls=lambda: ChunkedKVCache(512)),
+    "quantized": QUANTIZED, "a list": CacheList(layer(300), layer(300)), "recurrent": ArraysCache(2), "nothing": None,
+    "growing": layer(300, cls=Growing), "a subclass": layer(300, cls=type("Derived", (KVCache,), {}))}
+REFUSED = {
+    **{name: ("unsupported_layer", [c]) for name, c in OTHERS.items()}, "no layers": ("empty", []),
+    "a mixture": ("unsupported_layer", [layer(300), OTHERS["rotating"]]), "a batch": ("batch", [layer(300, batch=2)]),
+    "one layer short": ("coverage", [layer(300), layer(299)]), "an empty one": ("coverage", [layer(300), KVCache()]),
+    "claimed, not there": ("coverage", [with_fields(layer(200), offset=300)]),
+    "no values": ("coverage", [with_fields(layer(300), values=None)]),
+    "flat": ("coverage", [with_fields(layer(300), keys=mx.zeros((2, 300, 8)))]),
+    "int8": ("unsupported_dtype", [with_fields(layer(300), keys=mx.zeros(SHAPE, mx.int8))])}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_restored_exactly_is_refused_with_its_reason(what):
+    reason, cache = REFUSED[what]
+    with pytest.raises(Refused) as refused:
+        layers.read_state(cache, 300)
+    assert refused.value.reason == reason
+
+
+def test_the_classes_that_cannot_be_stored_are_named_once_each_and_in_order():
+    cache = [layer(8), ArraysCache(2), RotatingKVCache(8), ArraysCache(2), KVCache()]
+    assert layers.unsupported(cache) == [f"mlx_lm.models.cache.{name}" for name in ("ArraysCache", "RotatingKVCache")]
+
+
+def test_a_layout_from_a_file_is_taken_only_where_it_can_be_restored():
+    layout = layers.read_state([layer(300)], 300).layout
+    specs, good = layout.sized(44), layout.classes
+    assert layers.layout_of(good, specs, 44) == layout
+    other_names = ("not JSON", '{"a": 1}', "[]", good.replace("KVCache", "RotatingKVCache"))
+    other_specs = (specs[:1], layout.sized(45), [specs[0]._replace(dtype="I8"), specs[1]])
+    assert not any(layers.layout_of(names, specs, 44) for names in other_names)
+    assert not any(layers.layout_of(good, tensors, 44) for tensors in other_specs)
+
+
+@pytest.mark.parametrize(("what", "nbytes"), [
+    ([], 0), (None, 0), ([None, KVCache(), {"state": (None, None)}], 0), ([QUANTIZED], None),
+    ([layer(300), layer(700, 1, 4, 16, mx.float32), layer(64, cls=lambda: RotatingKVCache(512))], None),
+    ([CacheList(layer(300), layer(256))], (512 + 256) * 2 * 8 * 2 * 2), ((mx.zeros(4), [None, (mx.zeros(1),)]), 20),
+    ([{"state": QUANTIZED.state, "meta": "x"}, {"state": [(mx.zeros(2, mx.int8), 7, "x")]}], QUANTIZED.nbytes + 2)])
+def test_a_cache_is_priced_by_what_its_arrays_take(what, nbytes):
+    assert layers.price(what) == (sum(c.nbytes for c in what) if nbytes is None else nbytes)
+
+
+def test_pricing_computes_nothing():
+    keys = mx.random.normal((1, 8, 4096, 64))
+    lazy = [with_fields(KVCache(), keys=keys + 1, values=keys.astype(mx.bfloat16), offset=4096)]
+    before = mx.get_active_memory()
+    assert layers.price([lazy, {"state": (keys * 2, None)}]) == 8 * 4096 * 64 * (4 + 2 + 4)
+    assert mx.get_active_memory() == before
+    mx.eval(keys)
+    assert mx.get_active_memory() > before + 8_000_000, "the measure sees what is computed"
+
+
+def test_blocks_keep_nothing_of_the_state_alive_and_a_joined_state_takes_its_own_size():
+    gc.collect()
+    before = mx.get_active_memory()
+    cache = [layer(1000), layer(1000, seed=2)]
+    mx.eval([c.state[:2] for c in cache])
+    assert mx.get_active_memory() >= before + sum(c.nbytes for c in cache)
+    state = layers.read_state(cache, 1000)
+    layout, blocks = state.layout, pieces(state)
+    del cache, state
+    assert mx.get_active_memory() == before
+    assert sum(len(p.data) for p in blocks) == 1000 * layout.token_bytes == 1000 * 2 * (8 + 8) * 2 * 2
+    joined = layers.join(layout, blocks)
+    assert mx.get_active_memory() == before + sum(c.nbytes for c in joined) == before + 1024 * layout.token_bytes
+    del joined
+    assert mx.get_active_memory() == before
