@@ -38,7 +38,7 @@ def main() -> None:
 def list_sequences(config: ConfigFile = None, path: CachePath = None, as_json: Json = False) -> None:
     """List stored sequences, most recently used first."""
     found = inspect(config, path)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "key": s.key,
             "tokens": s.tokens,
@@ -95,7 +95,7 @@ def show(
         for b in sequence.blocks
     ]
     classes = json.loads(info.classes)
-    state = {
+    state: dict[str, Any] = {
         "layers": len(classes),
         "classes": sorted(set(classes)),
         "dtypes": sorted({t.dtype for t in info.tensors}),

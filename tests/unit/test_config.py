@@ -104,8 +104,9 @@ def test_a_bad_value_is_told_with_key_value_and_what_is_allowed(key, values, tol
 
 
 def test_values_at_the_edge_are_taken():
-    edges: dict[str, list[object]] = {"cache.block_tokens": [16, 4096], "ram.max_memory_percent": [1, 0.001],
-                        "ram.kv_bits": [2, 8], "ssd.compression": ["none", "zstd:1", "zstd:19"], "ssd.close_deadline": [0, 0.5]}
+    edges: dict[str, list[object]] = {
+        "cache.block_tokens": [16, 4096], "ram.max_memory_percent": [1, 0.001], "ram.kv_bits": [2, 8],
+        "ssd.compression": ["none", "zstd:1", "zstd:19"], "ssd.close_deadline": [0, 0.5]}
     for key, values in edges.items():
         section, name = key.split(".")
         loaded = [Config.load({section: {name: value}}).effective() for value in values]
