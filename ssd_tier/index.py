@@ -49,7 +49,8 @@ class Index:
         """Connect to an index that `prepare` has made ready. Raises sqlite3.Error."""
         connecting = aiosqlite.connect(path, isolation_level=None)
         # A cache that was never closed must not keep the interpreter from ending.
-        getattr(connecting, "_thread", connecting).daemon = True
+        worker: Any = getattr(connecting, "_thread", connecting)
+        worker.daemon = True
         connection = await connecting
         try:
             for pragma in (
