@@ -14,6 +14,7 @@ from tests.models import bytes_of, same_state
 from tiered_cache import layers
 from tiered_cache.layers import Piece, Refused
 
+SHAPE = (1, 2, 300, 8)
 BITS: dict[Any, Any] = {mx.bfloat16: np.uint16, mx.float16: np.uint16, mx.float32: np.uint32}
 DTYPES = pytest.mark.parametrize("dtype", list(BITS), ids=["bfloat16", "float16", "float32"])
 
@@ -24,8 +25,7 @@ def array(shape: Any, dtype: Any = mx.bfloat16, seed: int = 0) -> mx.array:
     return mx.array(bits).view(dtype)
 
 
-def layer(n: int, heads: int = 2, dk: int = 8, dv: int = 8, dtype: Any = mx.bfloat16, seed: int = 0, cls: Any = KVCache,
-          batch: int = 1) -> Any:
+def layer(n: int, heads=2, dk=8, dv=8, dtype: Any = mx.bfloat16, seed=0, cls: Any = KVCache, batch=1) -> Any:
     made = cls()
     made.update_and_fetch(array((batch, heads, n, dk), dtype, seed), array((batch, heads, n, dv), dtype, seed + 1))
     return made
@@ -60,9 +60,8 @@ def test_a_state_cut_into_blocks_and_joined_again_has_the_same_bits(tokens, dtyp
 @DTYPES
 def test_large_small_infinite_and_undefined_values_come_back(dtype):
     values = mx.array([1e5, -1e5, 1e-9, 0.0, -0.0, float("inf"), float("-inf"), float("nan")]).astype(dtype)
-    one = KVCache()
-    one.update_and_fetch(*2 * [mx.broadcast_to(values, (1, 2, 300, 8))])
-    (joined,) = round_trip([one], 300)
+    same = mx.broadcast_to(values, SHAPE)
+    (joined,) = round_trip([with_fields(KVCache(), keys=same, values=same, offset=300)], 300)
     assert bytes_of(joined.keys[0, 1, 299]) == bytes_of(joined.values[0, 0, 0]) == bytes_of(values)
     assert dtype == mx.float16 or float(joined.keys[0, 0, 0, 0]) == pytest.approx(1e5, rel=0.01)
 
@@ -70,9 +69,8 @@ def test_large_small_infinite_and_undefined_values_come_back(dtype):
 @pytest.mark.parametrize("take", [1, 43, 187, 188])
 def test_of_the_last_block_only_the_first_tokens_may_be_used(take):
     cache = [layer(700, 2, 8, 4), layer(700, 1, 8, 4, seed=7)]
-    state = layers.read_state(cache, 700)
-    first, second, last = pieces(state)
-    joined = layers.join(state.layout, [first, second, last._replace(take=take)])
+    *head, last = pieces(state := layers.read_state(cache, 700))
+    joined = layers.join(state.layout, [*head, last._replace(take=take)])
     assert same_state(cache, joined, 512 + take)
     assert [c.offset for c in joined] == [512 + take] * 2
     for new in joined:  # what another request computed is not there, not even out of sight
@@ -81,8 +79,7 @@ def test_of_the_last_block_only_the_first_tokens_may_be_used(take):
 
 @pytest.mark.parametrize("tokens", [1, 255, 256, 300, 512])
 def test_the_next_token_finds_room_without_a_copy_of_the_layer(tokens):
-    cache = [layer(tokens)]
-    joined = round_trip(cache, tokens)
+    joined = round_trip(cache := [layer(tokens)], tokens)
     room = joined[0].keys.shape[2]
     for c in (cache[0], joined[0]):
         c.update_and_fetch(array((1, 2, 1, 8), seed=5), array((1, 2, 1, 8), seed=6))
@@ -91,8 +88,7 @@ def test_the_next_token_finds_room_without_a_copy_of_the_layer(tokens):
 
 
 def test_what_was_joined_shares_nothing_with_the_blocks():
-    state = layers.read_state(cache := [layer(300)], 300)
-    blocks = pieces(state)
+    blocks = pieces(state := layers.read_state(cache := [layer(300)], 300))
     joined, other = layers.join(state.layout, blocks), layers.join(state.layout, blocks)
     joined[0].keys[:, :, :300] = 0
     assert not any(bytes_of(joined[0].keys))
@@ -102,7 +98,6 @@ def test_what_was_joined_shares_nothing_with_the_blocks():
     assert same_state(other, cache)
 
 
-SHAPE = (1, 2, 300, 8)
 INPUTS = {
     "transposed": lambda a: mx.contiguous(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3),
     "strided": lambda a: mx.repeat(a, 2, axis=2)[:, :, ::2],
@@ -134,8 +129,8 @@ OTHERS = {
 REFUSED = {
     **{name: ("unsupported_layer", [c]) for name, c in OTHERS.items()}, "no layers": ("empty", []),
     "a mixture": ("unsupported_layer", [layer(300), OTHERS["rotating"]]), "a batch": ("batch", [layer(300, batch=2)]),
-    "one layer short": ("coverage", [layer(300), layer(299)]), "an empty one": ("coverage", [layer(300), KVCache()]),
-    "claimed, not there": ("coverage", [with_fields(layer(200), offset=300)]),
+    **{f"a layer of {n}": ("coverage", [layer(300), layer(n)]) for n in (1, 299, 301, 512)},
+    "untouched": ("coverage", [layer(300), KVCache()]), "claimed": ("coverage", [with_fields(layer(200), offset=300)]),
     "no values": ("coverage", [with_fields(layer(300), values=None)]),
     "flat": ("coverage", [with_fields(layer(300), keys=mx.zeros((2, 300, 8)))]),
     "int8": ("unsupported_dtype", [with_fields(layer(300), keys=mx.zeros(SHAPE, mx.int8))])}
@@ -173,28 +168,33 @@ def test_a_cache_is_priced_by_what_its_arrays_take(what, nbytes):
     assert layers.price(what) == (sum(c.nbytes for c in what) if nbytes is None else nbytes)
 
 
+def memory() -> Any:
+    gc.collect()
+    mx.synchronize()
+    return pytest.approx(mx.get_active_memory(), abs=20_000)  # MLX frees small temporaries when it sees fit
+
+
 def test_pricing_computes_nothing():
     keys = mx.random.normal((1, 8, 4096, 64))
     lazy = [with_fields(KVCache(), keys=keys + 1, values=keys.astype(mx.bfloat16), offset=4096)]
     before = mx.get_active_memory()
     assert layers.price([lazy, {"state": (keys * 2, None)}]) == 8 * 4096 * 64 * (4 + 2 + 4)
-    assert mx.get_active_memory() == before
+    assert before == memory()
     mx.eval(keys)
-    assert mx.get_active_memory() > before + 8_000_000, "the measure sees what is computed"
+    assert before + 8 * 4096 * 64 * 4 == memory(), "the measure sees what is computed"
 
 
 def test_blocks_keep_nothing_of_the_state_alive_and_a_joined_state_takes_its_own_size():
-    gc.collect()
-    before = mx.get_active_memory()
-    cache = [layer(1000), layer(1000, seed=2)]
+    memory()
+    before, cache = mx.get_active_memory(), [layer(1000), layer(1000, seed=2)]
     mx.eval([c.state[:2] for c in cache])
-    assert mx.get_active_memory() >= before + sum(c.nbytes for c in cache)
+    assert before + sum(c.nbytes for c in cache) == memory()
     state = layers.read_state(cache, 1000)
     layout, blocks = state.layout, pieces(state)
     del cache, state
-    assert mx.get_active_memory() == before
+    assert before == memory()
     assert sum(len(p.data) for p in blocks) == 1000 * layout.token_bytes == 1000 * 2 * (8 + 8) * 2 * 2
     joined = layers.join(layout, blocks)
-    assert mx.get_active_memory() == before + sum(c.nbytes for c in joined) == before + 1024 * layout.token_bytes
+    assert before + sum(c.nbytes for c in joined) == before + 1024 * layout.token_bytes == memory()
     del joined
-    assert mx.get_active_memory() == before
+    assert before == memory()

@@ -182,10 +182,9 @@ def cost_ratio(prefix: int, all_hidden: bool = False) -> float:
             tree.insert(parent, token_bytes(head[whole:] + rng.choices(range(50_000), k=256 + whole - prefix)))
     times: list[list[float]] = [[], []]
     among: Callable[[Node], Children] = lambda n: n.resident if all_hidden else n.children  # noqa: E731
-    request = token_bytes(head + end)
     for _ in range(15):
         for tree, spent in zip(trees, times, strict=True):
-            start = time.perf_counter()
+            request, start = token_bytes(head + end), time.perf_counter()
             found = tree.match(tree.root(NAMESPACE), request, lambda n: True, 8192, among).tokens
             spent.append(time.perf_counter() - start)
             assert found == (whole if all_hidden else 8192)
