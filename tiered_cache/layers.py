@@ -186,16 +186,16 @@ def price(cache: Any) -> int:
     children = getattr(cache, "caches", None)
     if isinstance(children, list | tuple):
         return price(children)
-    members = [getattr(cache, name, None) for name in ("keys", "values")]
-    return sum(price(m) for m in members if not callable(m))
+    return sum(price(m) for m in getattr(cache, "__dict__", {}).values() if isinstance(m, list | tuple | mx.array))
 
 
 def array_bytes(array: Any) -> int:
     """An array's bytes from its shape and dtype; 0 where it has none."""
-    size = getattr(array.dtype, "size", None) or getattr(array.dtype, "itemsize", 0)
+    dtype = getattr(array, "dtype", None)
+    size = getattr(dtype, "size", None) or getattr(dtype, "itemsize", 0)
     try:
         return int(prod(array.shape) * size)
-    except TypeError:
+    except (AttributeError, TypeError):
         return 0
 
 

@@ -52,7 +52,10 @@ class MemoryCacheConfig:
 
     def __post_init__(self) -> None:
         rules = {
-            "max_memory_mb": (self.max_memory_mb is None or self.max_memory_mb > 0, "above 0, or None to detect"),
+            "max_memory_mb": (
+                self.max_memory_mb is None or 1 <= self.max_memory_mb * MB < 2**63,
+                "above 0 and finite, or None to detect",
+            ),
             "max_memory_percent": (0 < self.max_memory_percent <= 1, "in (0, 1]"),
             "max_entries": (self.max_entries >= 1, "1 or more"),
             "kv_quantize": (not self.kv_quantize, "False: this version stores states as they are"),

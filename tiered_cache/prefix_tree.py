@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Token ids as int64 little-endian bytes. Raises OverflowError or TypeError for what is no such id."""
+    if isinstance(tokens, str | bytes | bytearray | memoryview):  # whose memory `array` would take as it is
+        raise TypeError(f"token ids must be integers, not {type(tokens).__name__}")
     return array("q", tokens).tobytes()
 
 

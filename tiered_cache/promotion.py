@@ -160,7 +160,7 @@ class Promoter:
             for read in reads:
                 read.promotions.append(promotion)
                 promotion._waiting.add(read.node.key)
-            pool.touch(both.nodes, hit=True)
+            pool.use(both.nodes, hit=True)
             self.counters["started"] += 1
             self._live.add(promotion)
         self._loop.call_soon_threadsafe(self._launch, new, promotion)

@@ -76,7 +76,7 @@ class RamTier:
                 short = "miss_short_lcp" if kind == "lcp" else "miss_short_prefix"
                 return self._miss(short if match.tokens else "miss", tokens)
             pool.pin(match.nodes)  # a block must not leave the ledger while it is being copied
-            pool.touch(match.nodes)
+            pool.use(match.nodes)
             pieces = [
                 layers.Piece(n.block.data, n.tokens, min(n.tokens, match.tokens - n.start))
                 for n in match.nodes
@@ -146,7 +146,7 @@ class RamTier:
         False, and a counter with the reason, for what is too short, too large, or cannot be restored. `evict_prefixes`
         drops the shorter tail that this sequence continues. Never raises for what a model hands it. Model's thread.
         """
-        if not len(tokens) or not cache:
+        if not len(tokens) or cache is None or not len(cache):
             return self._refuse("empty", None)
         if len(tokens) < self.min_prefix_tokens:
             return self._refuse("too_short", None)
@@ -158,9 +158,7 @@ class RamTier:
         except Exception as e:  # whatever a host's layers raise: their state is not stored, and the host goes on
             return self._refuse("error", f"{type(e).__name__}: {e}")
         root = self.root(tenant)
-        if root.layout is None:
-            root.layout = state.layout
-        if root.layout != state.layout:
+        if root.layout not in (None, state.layout):
             return self._refuse("layout", "the state has other shapes or dtypes than what is stored for this model")
         if state.layout.token_bytes * len(tokens) > self.pool.ledger.limit:
             return self._refuse("too_large", None)
@@ -177,6 +175,7 @@ class RamTier:
             if not pool.reserve(sum(need.values())):
                 pool.unpin(known)
                 return self._refuse("no_room", None)
+            root.layout = state.layout
         owed = dict(need)  # bytes reserved and not yet handed to a block
         try:
             copies = {i: layers.cut(state, i * size, min((i + 1) * size, state.tokens)) for i in missing}
@@ -192,7 +191,7 @@ class RamTier:
         finally:
             pool.release(sum(owed.values()))
             pool.unpin(known)
-        while len(self) > self.max_entries and pool.evict_one(self._roots.values()):
+        while len(self) > self.max_entries and pool.retire(self._roots.values(), spare=path[-1]):
             pass
         return True
 
@@ -222,15 +221,17 @@ class RamTier:
             if evict_prefixes and node.parent:
                 self._drop_tails(node.parent, node)
         self.pool.set_end(path[-1], True)
-        self.pool.touch(path)
+        self.pool.use(path)
         self.pool.feed()
 
     def _drop_tails(self, parent: Node, node: Node) -> None:
         """Drop shorter blocks that hold a part of this one. Their copies on the SSD go when this one arrives there."""
         while (tail := parent.children.longest_prefix(node.ids)) and not tail.pins:
-            node.replaces += tail.replaces
-            if tail.entry:
-                node.replaces += (tail.key,)
+            stale = (*tail.replaces, tail.key) if tail.entry else tail.replaces
+            if node.entry:
+                self.pool.discard(stale)
+            else:
+                node.replaces = tuple({*node.replaces, *stale})
             if tail.block:
                 self.pool.forget([tail])
             if tail.entry:

@@ -136,8 +136,8 @@ def test_any_sequence_of_events_keeps_every_promise(seed):
         pool.touch(node.path())
 
     def forget(node):
-        pool.forget([] if len(node.resident) else [node])
-        assert bool(node.block) == bool(node.pins or len(node.resident)), "what is pinned stays, all else goes"
+        pool.forget([] if len(node.resident) or node.pins else [node])
+        assert bool(node.block) == bool(node.pins or len(node.resident)), "what is removed goes"
 
     events: dict[Any, int] = {
         store: 8, fetch: 2, forget: 2, lambda _: it.reserve(rng.randrange(8 * SIZE * UNIT)): 3,

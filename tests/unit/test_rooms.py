@@ -19,6 +19,7 @@ ROOMS = [
     ["tiered_cache.memory_cache"],
     ["tiered_cache.ram_tier"],
     ["tiered_cache.block_pool"],
+    ["tiered_cache.residency"],
     ["tiered_cache.prefix_tree", "tiered_cache.ledger"],
     ["tiered_cache.layers"],
     ["tiered_cache.config", "tiered_cache.fingerprint", "tiered_cache.metrics"],
