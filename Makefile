@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test unit slow lint bench clean
+.PHONY: demo test unit integration slow lint bench clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tiered-cache needs Python 3.11 or newer; run: make PYTHON=python3.11")'
@@ -19,17 +19,20 @@ $(VENV)/demo-model: $(VENV)/ready
 demo: $(VENV)/demo-model  ## the main job on a real model; DEMO="--quick" for a short one
 	$(BIN)/tiered-cache demo $(DEMO)
 
-test: lint unit slow  ## everything that must pass
+test: lint unit integration slow  ## everything that must pass
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 unit: $(VENV)/ready
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q tests/unit
+
+integration: $(VENV)/ready
+	$(BIN)/python -m pytest -q tests/integration
 
 slow: $(VENV)/demo-model
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m slow tests/slow
 
 bench: $(VENV)/demo-model
 	$(BIN)/python -m bench
