@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 from mlx_lm.models.cache import make_prompt_cache
 
 from ssd_tier import IndexUnusable, SSDTier, TierOptions
-from tiered_cache import layers
+from tiered_cache import layer_tree
 from tiered_cache.block_pool import BlockPool
 from tiered_cache.config import Config
 from tiered_cache.handoff import Handoff
@@ -161,16 +161,27 @@ class TieredCache:
         self._owner = owner
         self._pid = os.getpid()
         ram = runtime.config.ram
-        prompt_cache = make_prompt_cache(model)
+        classes, refused = None, None
+        try:
+            classes = layer_tree.dump(layer_tree.structure(make_prompt_cache(model)))
+        except layer_tree.Refused as e:
+            refused = e
         self.ram = MemoryAwarePrefixCache(
             model,
-            MemoryCacheConfig(max_entries=ram.max_entries, min_prefix_tokens=ram.min_prefix_tokens),
+            MemoryCacheConfig(
+                max_entries=ram.max_entries,
+                min_prefix_tokens=ram.min_prefix_tokens,
+                kv_quantize=ram.kv_quantize,
+                kv_bits=ram.kv_bits,
+                kv_group_size=ram.kv_group_size,
+                kv_min_quantize_tokens=ram.kv_min_quantize_tokens,
+            ),
             pool=runtime.pool,
-            classes=layers.class_names(prompt_cache),
+            classes=classes,
             label=label,
         )
-        if names := layers.unsupported(prompt_cache):
-            self.ram.report(*layers.unsupported_reason(names))
+        if refused:
+            self.ram.report(refused.reason, str(refused))
 
     @classmethod
     def open(

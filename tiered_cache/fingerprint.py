@@ -51,7 +51,7 @@ def model_fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def namespace(fingerprint: str, classes: list[str], block_tokens: int, tenant: str | None) -> bytes:
+def namespace(fingerprint: str, classes: Any, block_tokens: int, tenant: str | None) -> bytes:
     """The digest (32 bytes) within which equal token ids mean equal states. Pure."""
     parts = {
         "version": STATE_VERSION,

@@ -1,8 +1,11 @@
-"""mlx-lm's cache layers to blocks of bytes and back: the one module that knows these classes and touches MLX arrays.
+"""mlx-lm's cache layers to blocks of bytes and back: the module that touches MLX arrays.
 
 Every function here belongs to the thread that runs the model. What leaves it are NumPy buffers that share nothing with
 MLX, so that other threads never meet an array, lazy or not. On unified memory a copy through NumPy costs what a copy
 through MLX does, and on the CPU backend a sixth of it.
+
+A model's cache is a tree of layers (`CacheList` nests). Its leaves are of two kinds, see `layer_kinds`: those cut by token
+go into blocks, the others together into a checkpoint, which holds at exactly one length.
 """
 
 from __future__ import annotations
@@ -15,31 +18,30 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList
 
-from ssd_tier.blob import DTYPE_BYTES, TensorSpec
+from ssd_tier.blob import DTYPE_BYTES, Block, TensorSpec
 from ssd_tier.buffers import Bytes, view
+from tiered_cache.layer_kinds import arrays_of, kind_named, kind_of
+from tiered_cache.layer_tree import LIST, Quantization, Refused, Tree, dump, flat, leaves, single, structure
 
-STEP = 256  # KVCache grows by this many tokens; room for one more step saves a copy of every layer at the next token
-
-# mlx dtype to safetensors' name. What a cut by token needs to know of a class is in `_tensors` and `_rebuild`.
-_DTYPES = {mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32"}
+# mlx dtype to safetensors' name.
+_DTYPES = {
+    mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32", mx.bool_: "BOOL", mx.complex64: "C64",
+    mx.uint8: "U8", mx.uint16: "U16", mx.uint32: "U32", mx.uint64: "U64",
+    mx.int8: "I8", mx.int16: "I16", mx.int32: "I32", mx.int64: "I64",
+}  # fmt: skip
 _FROM_NAME = {name: dtype for dtype, name in _DTYPES.items()}
-_KV = f"{KVCache.__module__}.{KVCache.__qualname__}"
 
-
-class Refused(Exception):
-    """A state that cannot be stored. `reason` names a counter; the message says why."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+Arrays = dict[str, mx.array]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the state of a model looks like, token count aside: `classes` a JSON list of class names, one a layer;
-    `tensors` name, dtype and shape [batch, heads, 0, head size] of each tensor, the tokens' axis left at 0.
+    """What the state of a model looks like, token count aside.
+
+    `classes`: JSON, a tree of its layers' classes and settings. `tensors`: name, dtype and shape [batch, heads, 0, size]
+    of each array that is cut by token, the tokens' axis left at 0.
     """
 
     classes: str
@@ -47,8 +49,8 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of state a token."""
-        return sum(prod(_sized(t, 1).shape) * DTYPE_BYTES[t.dtype] for t in self.tensors)
+        """Bytes of state a token, in blocks."""
+        return sum(t.nbytes for t in self.sized(1))
 
     def sized(self, tokens: int) -> tuple[TensorSpec, ...]:
         """The tensors of a block of so many tokens."""
@@ -56,11 +58,25 @@ class Layout:
 
 
 class State(NamedTuple):
-    """An evaluated state to be cut: `rows` are views [batch, heads, capacity, bytes a row] of its arrays."""
+    """An evaluated state to be cut: `rows` are views [batch, heads, capacity, bytes a row] of the arrays cut by token;
+    `whole` is the checkpoint of all other layers, or None where there are none.
+    """
 
     layout: Layout
     tokens: int
     rows: list[Bytes]
+    whole: Whole | None
+
+
+class Whole(NamedTuple):
+    """The layers that are kept whole: their arrays' names, dtypes and shapes, and the bytes of all of them.
+
+    `classes`: JSON, the tree of the layout and each such layer's attributes.
+    """
+
+    classes: str
+    tensors: tuple[TensorSpec, ...]
+    data: Bytes
 
 
 class Piece(NamedTuple):
@@ -71,47 +87,68 @@ class Piece(NamedTuple):
     take: int
 
 
-def class_names(cache: Sequence[Any]) -> list[str]:
-    """Module and qualified name of each layer's class."""
-    return [f"{type(c).__module__}.{type(c).__qualname__}" for c in cache]
+# -- out of MLX
 
 
-def unsupported(cache: Sequence[Any]) -> list[str]:
-    """Names of the layer classes that cannot be stored, each once, in order."""
-    return list(dict.fromkeys(n for n in class_names(cache) if n != _KV))
+def read_state(cache: Sequence[Any], tokens: int, quantization: Quantization | None = None) -> State:
+    """Look at a model's cache and evaluate it.
 
-
-def unsupported_reason(names: Sequence[str]) -> tuple[str, str]:
-    """The counter and the sentence for layer classes that cannot be stored."""
-    return "unsupported_layer", f"this version cannot store layers of class {', '.join(names)}"
-
-
-def read_state(cache: Sequence[Any], tokens: int) -> State:
-    """Look at a model's cache and evaluate it. Raises `Refused` where it does not cover exactly `tokens` tokens or
-    holds what cannot be restored.
+    Raises `Refused` where it does not cover exactly `tokens` tokens or holds what cannot be restored. Recurrent layers do
+    not say what they cover; in a model that has no others, the caller's word is taken.
     """
     if not cache:
         raise Refused("empty", "the cache has no layers")
-    if names := unsupported(cache):
-        raise Refused(*unsupported_reason(names))
-    arrays = []
-    tensors = []
-    for i, layer in enumerate(cache):
-        if layer.offset != tokens:
-            raise Refused("coverage", f"layer {i} covers {layer.offset} tokens, not {tokens}")
-        for name, array in (("keys", layer.keys), ("values", layer.values)):
-            if not isinstance(array, mx.array) or array.ndim != 4 or array.shape[2] < tokens:
-                raise Refused("coverage", f"layer {i}: {name} do not hold {tokens} tokens")
+    cache = single(cache)
+    tree = structure(cache, quantization)
+    names: list[tuple[str, mx.array]] = []
+    whole: list[tuple[str, mx.array]] = []
+    attributes: dict[str, Any] = {}
+    for (place, layer), (_, leaf) in zip(flat(cache), leaves(tree), strict=True):
+        kind = kind_of(layer)
+        assert kind
+        offset = getattr(layer, "offset", None)
+        if kind.rows and offset == 0 and getattr(layer, kind.rows[0]) is None:
+            leaf["empty"] = True  # a layer that the model has and does not use
+            continue
+        if isinstance(offset, int) and offset != tokens:
+            raise Refused("coverage", f"layer {place} covers {offset} tokens, not {tokens}")
+        if kind.rows:
+            names += _rows_of(place, layer, leaf, kind.rows, tokens)
+        else:
+            arrays: list[mx.array] = []
+            attributes[place] = {k: _freeze(v, arrays) for k, v in kind.attributes(layer).items()}
+            whole += [(f"{place}.{i}", a) for i, a in enumerate(arrays)]
+    if not names and not whole:
+        raise Refused("coverage", f"no layer holds any of {tokens} tokens")
+    mx.eval([a for _, a in names], [a for _, a in whole])  # lazy arrays: only their own thread may evaluate them
+    layout = Layout(dump(tree), tuple(_spec(n, a)._replace(shape=_cut_shape(a)) for n, a in names))
+    checkpoint = None
+    if attributes:
+        specs = tuple(_spec(n, a) for n, a in whole)
+        data = np.concatenate([_bytes(a) for _, a in whole]) if whole else np.empty(0, np.uint8)
+        checkpoint = Whole(dump({"layers": tree, "attributes": attributes}), specs, data)
+    return State(layout, tokens, [_rows(a) for _, a in names], checkpoint)
+
+
+def _rows_of(
+    place: str, layer: Any, leaf: Tree, attributes: tuple[str, ...], tokens: int
+) -> Iterator[tuple[str, mx.array]]:
+    for name in attributes:
+        value = getattr(layer, name)
+        if "stored" in leaf:
+            group_size, bits = leaf["stored"]
+            value = mx.quantize(value[..., :tokens, :], group_size=group_size, bits=bits)
+        arrays = arrays_of(value)
+        for i, array in enumerate(arrays):
+            if array.ndim != 4 or array.shape[2] < tokens:
+                raise Refused("coverage", f"layer {place}: {name} do not hold {tokens} tokens")
             if array.shape[0] != 1:
-                raise Refused("batch", f"layer {i} holds {array.shape[0]} sequences; store them one by one")
+                raise Refused("batch", f"layer {place} holds {array.shape[0]} sequences; store them one by one")
             if array.dtype not in _DTYPES:
-                raise Refused("unsupported_dtype", f"layer {i}: {name} are {array.dtype}")
-            arrays.append(array)
-            heads, size = array.shape[1], array.shape[3]
-            tensors.append(TensorSpec(f"{i}.{name}", _DTYPES[array.dtype], (1, heads, 0, size)))
-    mx.eval(arrays)  # an engine hands over lazy arrays; only their own thread may evaluate them
-    layout = Layout(json.dumps(class_names(cache), separators=(",", ":")), tuple(tensors))
-    return State(layout, tokens, [_rows(a) for a in arrays])
+                raise Refused("unsupported_dtype", f"layer {place}: {name} are {array.dtype}")
+            yield (f"{place}.{name}" if len(arrays) == 1 else f"{place}.{name}.{i}"), array
+        if not arrays:
+            raise Refused("coverage", f"layer {place}: {name} do not hold {tokens} tokens")
 
 
 def cut(state: State, start: int, stop: int) -> Bytes:
@@ -125,20 +162,41 @@ def cut(state: State, start: int, stop: int) -> Bytes:
     return out
 
 
-def join(layout: Layout, pieces: Sequence[Piece]) -> list[Any]:
-    """A fresh cache that covers the pieces' tokens. Shares nothing with them, and has room for the next tokens."""
-    tokens = sum(p.take for p in pieces)
-    capacity = (tokens // STEP + 1) * STEP
+# -- back into MLX
+
+
+def join(layout: Layout, pieces: Sequence[Piece], tokens: int, checkpoint: Block | None = None) -> list[Any]:
+    """A fresh cache that covers `tokens` tokens: the pieces', and the checkpoint's. Shares nothing with them."""
+    tree = json.loads(layout.classes)
+    capacities = [_capacity(tokens, _step(t.name, dict(leaves(tree)))) for t in layout.tensors]
+    rows = dict(zip((t.name for t in layout.tensors), _fill(layout, pieces, capacities), strict=True))
+    attributes, arrays = _checkpoint_parts(checkpoint)
+    return [_rebuild(node, str(i), rows, attributes, arrays, tokens) for i, node in enumerate(tree)]
+
+
+def _step(tensor: str, at: dict[str, Tree]) -> int:
+    place = tensor.rsplit(".", 2 if tensor[-1].isdigit() else 1)[0]  # "3.keys", or "3.keys.0" of several
+    kind = kind_named(at[place]["class"])
+    return kind.step if kind else 1
+
+
+def _capacity(tokens: int, step: int) -> int:
+    # Room for one more step saves a copy of the whole layer at the next token.
+    return tokens if step == 1 else (tokens // step + 1) * step
+
+
+def _fill(layout: Layout, pieces: Sequence[Piece], capacities: Sequence[int]) -> list[mx.array]:
+    """The arrays cut by token, [batch, heads, capacity, size], with the pieces' rows and zeros after them."""
+    shapes = [_sized(t, c).shape for t, c in zip(layout.tensors, capacities, strict=True)]
     # Zeros as bytes: filling 16-bit zeros takes the CPU backend ten times as long.
-    shapes = [_sized(t, capacity).shape for t in layout.tensors]
-    raw = [
-        mx.zeros((prod(s) * DTYPE_BYTES[t.dtype],), mx.uint8) for s, t in zip(shapes, layout.tensors, strict=True)
-    ]
+    raw = [mx.zeros((prod(s) * DTYPE_BYTES[t.dtype],), mx.uint8) for s, t in zip(shapes, layout.tensors, strict=True)]
     mx.eval(raw)
     at = [0] * len(pieces)  # where the next tensor begins in each piece
     for buffer, shape, spec in zip(raw, shapes, layout.tensors, strict=True):
         width = shape[3] * DTYPE_BYTES[spec.dtype]
-        rows = np.frombuffer(view(buffer), np.uint8).reshape(shape[0], shape[1], capacity, width)
+        if not buffer.size:
+            continue
+        rows = np.frombuffer(view(buffer), np.uint8).reshape(shape[0], shape[1], shape[2], width)
         filled = 0
         for i, piece in enumerate(pieces):
             size = shape[0] * shape[1] * piece.tokens * width
@@ -147,74 +205,132 @@ def join(layout: Layout, pieces: Sequence[Piece]) -> list[Any]:
             at[i] += size
             filled += piece.take
         del rows
-    arrays = [
-        b.view(_FROM_NAME[t.dtype]).reshape(s) for b, s, t in zip(raw, shapes, layout.tensors, strict=True)
-    ]
-    del raw, buffer
+    arrays = [_typed(b, t.dtype, s) for b, s, t in zip(raw, shapes, layout.tensors, strict=True)]
+    del raw
     mx.eval(arrays)
-    return list(_rebuild(layout, arrays, tokens))
+    return arrays
+
+
+def _checkpoint_parts(checkpoint: Block | None) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    if checkpoint is None:
+        return {}, {}
+    arrays, at = {}, 0
+    for spec in checkpoint.tensors:
+        data = mx.array(checkpoint.data[at : at + spec.nbytes])
+        arrays[spec.name] = _typed(data, spec.dtype, spec.shape)
+        at += spec.nbytes
+    mx.eval(list(arrays.values()))
+    return json.loads(checkpoint.classes)["attributes"], arrays
+
+
+def _rebuild(node: Tree, place: str, rows: Arrays, attributes: dict[str, Any], arrays: Arrays, tokens: int) -> Any:
+    if node["class"] == LIST:
+        children = enumerate(node["caches"])
+        return CacheList(*(_rebuild(c, f"{place}.{i}", rows, attributes, arrays, tokens) for i, c in children))
+    kind = kind_named(node["class"])
+    assert kind, node["class"]
+    layer = kind.cls.__new__(kind.cls)
+    if not kind.rows:
+        for name, value in attributes[place].items():
+            setattr(layer, name, _thaw(value, place, arrays))
+        return layer
+    for name in kind.rows:
+        if "empty" in node:
+            setattr(layer, name, None)
+            continue
+        parts = [rows[f"{place}.{name}.{i}"] for i in range(3) if f"{place}.{name}.{i}" in rows]
+        value: Any = tuple(parts) or rows[f"{place}.{name}"]
+        if "stored" in node:
+            group_size, bits = node["stored"]
+            value = mx.dequantize(*parts, group_size=group_size, bits=bits)
+            mx.eval(value)
+        setattr(layer, name, value)
+    for field in kind.fields:
+        setattr(layer, field, node[field])
+    layer.offset = 0 if "empty" in node else tokens
+    return layer
 
 
 def layout_of(classes: str, tensors: Sequence[TensorSpec], tokens: int) -> Layout | None:
-    """The layout of a stored block of `tokens` tokens; None where this version cannot restore it."""
-    try:
-        names = json.loads(classes)
-    except ValueError:
+    """The layout of a stored block of `tokens` tokens; None where this program cannot restore it. Any thread."""
+    if not _restorable(classes):
         return None
-    fits = (
-        isinstance(names, list)
-        and len(tensors) == 2 * len(names)
-        and all(n == _KV for n in names)
-        and all(len(t.shape) == 4 and t.shape[2] == tokens and t.dtype in _FROM_NAME for t in tensors)
-    )
-    return Layout(classes, tuple(_sized(t, 0) for t in tensors)) if fits else None
+    if not all(len(t.shape) == 4 and t.shape[2] == tokens and t.dtype in _FROM_NAME for t in tensors):
+        return None
+    return Layout(classes, tuple(_sized(t, 0) for t in tensors))
 
 
-def price(cache: Any) -> int:
-    """Bytes of all arrays in a cache, from shapes and dtypes alone: nothing is evaluated.
-
-    Takes layers, dicts with "state", arrays, and nested lists, tuples and dicts of these; anything else counts 0.
-    """
-    if cache is None:
-        return 0
-    if hasattr(cache, "shape") and hasattr(cache, "dtype"):
-        return array_bytes(cache)
-    if isinstance(cache, dict):
-        return sum(price(v) for v in ([cache["state"]] if "state" in cache else cache.values()))
-    if isinstance(cache, list | tuple):
-        return sum(price(c) for c in cache)
-    children = getattr(cache, "caches", None)
-    if isinstance(children, list | tuple):
-        return price(children)
-    return sum(price(m) for m in getattr(cache, "__dict__", {}).values() if isinstance(m, list | tuple | mx.array))
-
-
-def array_bytes(array: Any) -> int:
-    """An array's bytes from its shape and dtype; 0 where it has none."""
-    dtype = getattr(array, "dtype", None)
-    size = getattr(dtype, "size", None) or getattr(dtype, "itemsize", 0)
+def _restorable(classes: str) -> bool:
     try:
-        return int(prod(array.shape) * size)
-    except (AttributeError, TypeError):
-        return 0
+        return all(kind_named(leaf["class"]) for _, leaf in leaves(json.loads(classes)))
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
-def _rebuild(layout: Layout, arrays: list[mx.array], tokens: int) -> Iterator[KVCache]:
-    for keys, values in zip(arrays[::2], arrays[1::2], strict=True):
-        layer = KVCache()
-        layer.keys, layer.values, layer.offset = keys, values, tokens
-        yield layer
+def fits_checkpoint(block: Block, layout_classes: str) -> bool:
+    """Whether a stored checkpoint belongs to a model with these layers. Any thread."""
+    try:
+        said = json.loads(block.classes)
+        return dump(said["layers"]) == layout_classes and _restorable(layout_classes) and "attributes" in said
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
+# -- small parts
+
+
+def _freeze(value: Any, arrays: list[mx.array]) -> Any:
+    """One attribute of a whole layer as JSON, its arrays taken out and numbered."""
+    if isinstance(value, mx.array):
+        if value.dtype not in _DTYPES:
+            raise Refused("unsupported_dtype", f"an array of {value.dtype} cannot be stored")
+        arrays.append(value)
+        return {"array": len(arrays) - 1}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_freeze(v, arrays) for v in value]}
+    raise Refused("unsupported_layer", f"an attribute of type {type(value).__name__} cannot be stored")
+
+
+def _thaw(value: Any, place: str, arrays: dict[str, mx.array]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        return arrays[f"{place}.{value['array']}"]
+    kind, items = next(iter(value.items()))
+    thawed = [_thaw(v, place, arrays) for v in items]
+    return tuple(thawed) if kind == "tuple" else thawed
 
 
 def _rows(array: mx.array) -> Bytes:
+    b, h, n, d = array.shape
+    return _bytes(array).reshape(b, h, n, d * array.itemsize)
+
+
+def _bytes(array: mx.array) -> Bytes:
+    """An evaluated array's bytes, not copied where they lie in order."""
+    if not array.size:
+        return np.empty(0, np.uint8)
     try:
         data = view(array)
     except (TypeError, ValueError, BufferError):  # not row-contiguous: its memory is not its content
         array = mx.contiguous(array)
         mx.eval(array)
         data = view(array)
-    b, h, n, d = array.shape
-    return np.frombuffer(data, np.uint8).reshape(b, h, n, d * array.itemsize)
+    return np.frombuffer(data, np.uint8)
+
+
+def _typed(data: mx.array, dtype: str, shape: Sequence[int]) -> mx.array:
+    return data.view(_FROM_NAME[dtype]).reshape(shape) if data.size else mx.zeros(shape, _FROM_NAME[dtype])
+
+
+def _spec(name: str, array: mx.array) -> TensorSpec:
+    return TensorSpec(name, _DTYPES[array.dtype], tuple(array.shape))
+
+
+def _cut_shape(array: mx.array) -> tuple[int, ...]:
+    return (array.shape[0], array.shape[1], 0, array.shape[3])
 
 
 def _sized(spec: TensorSpec, tokens: int) -> TensorSpec:

@@ -13,10 +13,11 @@ import psutil
 
 from tiered_cache.block_pool import BlockPool
 from tiered_cache.fingerprint import model_fingerprint as _compute_model_fingerprint
-from tiered_cache.layers import array_bytes as _array_memory
-from tiered_cache.layers import price as estimate_kv_cache_memory
+from tiered_cache.layer_tree import Quantization
 from tiered_cache.metrics import MB, CacheStats, losses
 from tiered_cache.prefix_tree import Node, anywhere, in_ram
+from tiered_cache.pricing import array_bytes as _array_memory
+from tiered_cache.pricing import price as estimate_kv_cache_memory
 from tiered_cache.ram_tier import RamTier
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ class MemoryCacheConfig:
             ),
             "max_memory_percent": (0 < self.max_memory_percent <= 1, "in (0, 1]"),
             "max_entries": (self.max_entries >= 1, "1 or more"),
-            "kv_quantize": (not self.kv_quantize, "False: this version stores states as they are"),
             "kv_bits": (self.kv_bits in (2, 3, 4, 5, 6, 8), "one of 2, 3, 4, 5, 6, 8"),
             "kv_group_size": (self.kv_group_size in (32, 64, 128), "one of 32, 64, 128"),
             "kv_min_quantize_tokens": (self.kv_min_quantize_tokens >= 0, "0 or more"),
@@ -92,7 +92,7 @@ class MemoryAwarePrefixCache(RamTier):
         config: MemoryCacheConfig | None = None,
         *,
         pool: BlockPool | None = None,
-        classes: Sequence[str] = (),
+        classes: str | None = None,
         label: str | None = None,
     ) -> None:
         """`pool`: share RAM with other models' caches; then its limit counts, not the one of `config`."""
@@ -103,6 +103,8 @@ class MemoryAwarePrefixCache(RamTier):
             max_entries=self.config.max_entries,
             min_prefix_tokens=self.config.min_prefix_tokens,
             classes=classes,
+            quantization=Quantization(self.config.kv_group_size, self.config.kv_bits) if self.config.kv_quantize else None,
+            min_quantize_tokens=self.config.kv_min_quantize_tokens,
             label=label,
         )
         self._host_reserved = 0

@@ -31,7 +31,7 @@ class Node:
     """One block of a chain, or a namespace's root (which has no state)."""
 
     __slots__ = (
-        "block", "children", "ends", "entry", "evictions", "ids", "key", "layout", "parent", "pins", "queued",
+        "block", "children", "classes", "ends", "entry", "evictions", "ids", "key", "layout", "parent", "pins", "queued",
         "replaces", "resident", "root", "sequences", "start", "tokens",
     )  # fmt: skip
 
@@ -51,6 +51,7 @@ class Node:
         self.ends = False  # a stored sequence ends here
         self.resident = Children()  # those of the children that are in RAM
         # On a root only, for its whole namespace:
+        self.classes = ""  # the tree of the model's layers
         self.layout: object = None  # what the state of every block looks like, once one has been seen
         self.sequences = 0  # that end in RAM
         self.evictions = 0
@@ -123,6 +124,13 @@ class Children:
                     break
                 j += step
         return best, common
+
+    def longest(self, ids: bytes, usable: Callable[[Node], bool]) -> Node | None:
+        """The longest usable child that is a prefix of `ids`, or all of it."""
+        node = self.get(ids) or self.longest_prefix(ids)
+        while node and not usable(node):
+            node = self.longest_prefix(node.ids)
+        return node
 
     def longest_prefix(self, ids: bytes) -> Node | None:
         """The longest child that is a proper prefix of `ids`."""

@@ -2,28 +2,59 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from hashlib import sha256
 from typing import Any, NamedTuple
 
-from ssd_tier import Block
+from ssd_tier import Block, TensorSpec
 from ssd_tier.buffers import Bytes
 from ssd_tier.keys import TOKEN_BYTES
-from tiered_cache import fingerprint, layers
+from tiered_cache import fingerprint, layer_tree, layers
 from tiered_cache.block_pool import BlockPool
 from tiered_cache.metrics import CacheStats
-from tiered_cache.prefix_tree import Match, Node, in_ram, token_bytes
+from tiered_cache.prefix_tree import Node, in_ram, token_bytes
 
 log = logging.getLogger("tiered_cache")
 
+WHOLE = -1  # stands for the checkpoint among the numbers of blocks
 
-class Prepared(NamedTuple):
-    """A request as the tree sees it: its namespace's root, its token ids as bytes, and how many tokens may be
-    reused."""
+
+class Chain(NamedTuple):
+    """One namespace of a model: the root of its blocks, and the root of its checkpoints where it has layers kept whole.
+
+    A checkpoint is a block of its own kind: all of its tokens are its name, and it hangs on nothing.
+    """
 
     root: Node
+    checkpoints: Node | None
+    is_cut: bool  # it has layers that are cut by token, so blocks
+
+
+class Prepared(NamedTuple):
+    """A request as the tree sees it: where to look, its token ids as bytes, how many of them may be reused."""
+
+    chains: list[Chain]
     ids: bytes
     limit: int
+
+
+class Plan(NamedTuple):
+    """What a request can reuse: blocks, first one first, and a checkpoint; together they cover `tokens` tokens."""
+
+    chain: Chain | None
+    blocks: list[Node]
+    checkpoint: Node | None
+    tokens: int
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Everything that must be in RAM. The checkpoint comes first, so that it is used last, and kept longest."""
+        return [self.checkpoint, *self.blocks] if self.checkpoint else self.blocks
+
+
+NOTHING = Plan(None, [], None, 0)
 
 
 class RamTier:
@@ -40,17 +71,24 @@ class RamTier:
         *,
         max_entries: int,
         min_prefix_tokens: int,
-        classes: Sequence[str] = (),
+        classes: str | None = None,
+        quantization: layers.Quantization | None = None,
+        min_quantize_tokens: int = 0,
         label: str | None = None,
     ) -> None:
-        """`pool` may be shared with other models. `classes`: of the model's layers, where they are known."""
+        """`pool` may be shared with other models. `classes`: the tree of the model's own layers, where it is known.
+
+        `quantization`: how dense keys and values of at least `min_quantize_tokens` tokens are stored.
+        """
         self.pool = pool
         self.max_entries = max_entries
         self.min_prefix_tokens = min_prefix_tokens
         self.fingerprint = fingerprint.model_fingerprint(model)
         self.label = label or fingerprint.model_label(model, self.fingerprint)
-        self._classes = list(classes)
-        self._roots: dict[str | None, Node] = {}
+        self.quantization = quantization
+        self.min_quantize_tokens = min_quantize_tokens
+        self._classes = [classes] if classes else []
+        self._known: dict[tuple[str | None, str, bool], Chain] = {}
         self._stats = CacheStats()
         self._reported: set[str] = set()
         self._last_match_type = ""
@@ -70,29 +108,29 @@ class RamTier:
             return self._miss("miss" if not len(tokens) else "miss_short_prefix", tokens)
         pool = self.pool
         with pool.lock:
-            match = pool.match(request.root, request.ids, in_ram, request.limit)
-            kind = self.kind(match, len(tokens))
-            if match.tokens < self.min_prefix_tokens:
+            plan = self.plan(request, in_ram)
+            kind = self.kind(plan, len(tokens))
+            if plan.tokens < self.min_prefix_tokens or plan.chain is None:
                 short = "miss_short_lcp" if kind == "lcp" else "miss_short_prefix"
-                return self._miss(short if match.tokens else "miss", tokens)
-            pool.pin(match.nodes)  # a block must not leave the ledger while it is being copied
-            pool.use(match.nodes)
+                return self._miss(short if plan.tokens else "miss", tokens)
+            pool.pin(plan.nodes)  # a block must not leave the ledger while it is being copied
+            pool.use(plan.nodes)
             pieces = [
-                layers.Piece(n.block.data, n.tokens, min(n.tokens, match.tokens - n.start))
-                for n in match.nodes
+                layers.Piece(n.block.data, n.tokens, min(n.tokens, plan.tokens - n.start))
+                for n in plan.blocks
                 if n.block
             ]
-            layout = request.root.layout
+            layout, checkpoint = plan.chain.root.layout, plan.checkpoint and plan.checkpoint.block
         try:
             assert isinstance(layout, layers.Layout)
-            state = layers.join(layout, pieces)
+            state = layers.join(layout, pieces, plan.tokens, checkpoint)
         finally:
-            del pieces
-            pool.unpin(match.nodes)
+            del pieces, checkpoint
+            pool.unpin(plan.nodes)
         self._stats.hits += 1
-        self._stats.tokens_saved += match.tokens
+        self._stats.tokens_saved += plan.tokens
         self._last_match_type = kind
-        return state, tokens[match.tokens :]
+        return state, tokens[plan.tokens :]
 
     def prepare(self, tokens: Sequence[int], leave: int, tenant: str | None) -> Prepared | None:
         """The request for the tree, or None where it is too short to match anything. Changes nothing. Any thread."""
@@ -100,24 +138,50 @@ class RamTier:
         if limit < self.min_prefix_tokens:
             return None
         try:
-            return Prepared(self.root(tenant), token_bytes(tokens), limit)
+            return Prepared(self._chains(tenant), token_bytes(tokens), limit)
         except (OverflowError, TypeError):  # no token ids: nothing is stored under them
             return None
 
     def covered(self, tokens: Sequence[int], *, leave: int = 0, tenant: str | None = None) -> int:
         """How many tokens `fetch` would cover. Changes nothing. Any thread."""
         request = self.prepare(tokens, leave, tenant)
-        found = self.pool.match(request.root, request.ids, in_ram, request.limit).tokens if request else 0
+        if request is None:
+            return 0
+        with self.pool.lock:
+            found = self.plan(request, in_ram).tokens
         return found if found >= self.min_prefix_tokens else 0
 
-    def kind(self, match: Match, tokens: int) -> str:
-        """How a match relates to what is stored: exact, supersequence, prefix, lcp or miss."""
-        last = match.nodes[-1] if match.nodes else None
-        if last is None:
+    def plan(self, request: Prepared, usable: Callable[[Node], bool]) -> Plan:
+        """The most that can be reused of what is usable (`in_ram` or `anywhere`). Changes nothing; holds the lock."""
+        plans = [self._plan(chain, request, usable) for chain in request.chains]
+        return max(plans, key=lambda p: p.tokens, default=NOTHING)
+
+    def _plan(self, chain: Chain, request: Prepared, usable: Callable[[Node], bool]) -> Plan:
+        limit = request.limit
+        if chain.checkpoints is None:
+            match = self.pool.match(chain.root, request.ids, usable, limit)
+            return Plan(chain, match.nodes, None, match.tokens)
+        found = chain.checkpoints.resident if usable is in_ram else chain.checkpoints.children
+        while limit > 0:
+            node = found.longest(request.ids[: limit * TOKEN_BYTES], usable)
+            if node is None:
+                break
+            if not chain.is_cut:
+                return Plan(chain, [], node, node.tokens)
+            match = self.pool.match(chain.root, request.ids, usable, node.tokens)
+            if match.tokens == node.tokens:
+                return Plan(chain, match.nodes, node, node.tokens)
+            limit = min(node.tokens - 1, match.tokens)
+        return NOTHING
+
+    def kind(self, plan: Plan, tokens: int) -> str:
+        """How a plan relates to what is stored: exact, supersequence, prefix, lcp or miss."""
+        if not plan.tokens:
             return "miss"
         # What came back from the SSD has no mark of an end, but a leaf is one.
-        ends = match.tokens == last.start + last.tokens and (last.ends or not len(last.children))
-        if match.tokens == tokens:
+        last = plan.checkpoint or plan.blocks[-1]
+        ends = plan.tokens == last.start + last.tokens and (last.ends or not len(last.children))
+        if plan.tokens == tokens:
             return "exact" if ends else "supersequence"
         return "prefix" if ends else "lcp"
 
@@ -126,15 +190,33 @@ class RamTier:
         self._last_match_type = kind
         return None, tokens
 
-    def root(self, tenant: str | None) -> Node:
-        """The root of this model's namespace for a tenant. Any thread."""
-        root = self._roots.get(tenant)
-        if root is None:
+    def chain(self, tenant: str | None, classes: str, quantized: bool = False) -> Chain:
+        """The namespace of states with these layers (a written tree). Any thread."""
+        key = (tenant, classes, quantized)
+        chain = self._known.get(key)
+        if chain is None:
             with self.pool.lock:
-                size = self.pool.tree.block_tokens
-                name = fingerprint.namespace(self.fingerprint, self._classes, size, tenant)
-                root = self._roots[tenant] = self.pool.tree.root(name)
-        return root
+                tree, size = self.pool.tree, self.pool.tree.block_tokens
+                stored = list(self.quantization) if quantized and self.quantization else None
+                root = tree.root(fingerprint.namespace(self.fingerprint, [classes, stored], size, tenant))
+                is_cut, is_whole = layer_tree.is_cut(json.loads(classes))
+                checkpoints = tree.root(sha256(b"checkpoints" + root.key).digest()) if is_whole else None
+                for node in (root, checkpoints):
+                    if node:
+                        node.classes = classes
+                chain = self._known[key] = Chain(root, checkpoints, is_cut)
+        return chain
+
+    def _chains(self, tenant: str | None) -> list[Chain]:
+        """Where states of this model may lie: its own layers' namespace first, then those that a host has stored."""
+        return [
+            self.chain(tenant, classes, quantized)
+            for classes in self._classes
+            for quantized in ([False, True] if self.quantization else [False])
+        ]
+
+    def _roots(self) -> list[Node]:
+        return [n for c in self._known.values() for n in (c.root, c.checkpoints) if n]
 
     # -- store
 
@@ -150,78 +232,97 @@ class RamTier:
             return self._refuse("empty", None)
         if len(tokens) < self.min_prefix_tokens:
             return self._refuse("too_short", None)
+        quantization = self.quantization if len(tokens) >= self.min_quantize_tokens else None
         try:
-            state = layers.read_state(cache, len(tokens))
             ids = token_bytes(tokens)
+            state = layers.read_state(cache, len(tokens), quantization)
         except layers.Refused as e:
             return self._refuse(e.reason, str(e))
         except Exception as e:  # whatever a host's layers raise: their state is not stored, and the host goes on
             return self._refuse("error", f"{type(e).__name__}: {e}")
-        root = self.root(tenant)
-        if root.layout not in (None, state.layout):
+        classes = layer_tree.plain(state.layout.classes)
+        if classes not in self._classes:
+            self._classes.append(classes)
+        chain = self.chain(tenant, classes, quantized='"stored"' in state.layout.classes)
+        if chain.root.layout not in (None, state.layout):
             return self._refuse("layout", "the state has other shapes or dtypes than what is stored for this model")
-        if state.layout.token_bytes * len(tokens) > self.pool.ledger.limit:
+        checkpoint = len(state.whole.data) if state.whole else 0
+        if state.layout.token_bytes * len(tokens) + checkpoint > self.pool.ledger.limit:
             return self._refuse("too_large", None)
-        return self._store_blocks(root, ids, state, evict_prefixes)
+        return self._store_blocks(chain, ids, state, evict_prefixes)
 
-    def _store_blocks(self, root: Node, ids: bytes, state: layers.State, evict_prefixes: bool) -> bool:
+    def _store_blocks(self, chain: Chain, ids: bytes, state: layers.State, evict_prefixes: bool) -> bool:
         pool, tree, size = self.pool, self.pool.tree, self.pool.tree.block_tokens
-        chunks = tree.chunks(ids)
+        chunks = tree.chunks(ids) if chain.is_cut else []
         with pool.lock:
-            known = tree.walk(root, ids)
-            pool.pin(known)
+            known = tree.walk(chain.root, ids) if chain.is_cut else []
+            held = chain.checkpoints.children.get(ids) if chain.checkpoints else None
+            pinned = [*known, held] if held else known
+            pool.pin(pinned)
             missing = [i for i in range(len(chunks)) if i >= len(known) or not known[i].block]
             need = {i: state.layout.token_bytes * len(chunks[i]) // TOKEN_BYTES for i in missing}
+            if state.whole and not (held and held.block):
+                need[WHOLE] = len(state.whole.data)
             if not pool.reserve(sum(need.values())):
-                pool.unpin(known)
+                pool.unpin(pinned)
                 return self._refuse("no_room", None)
-            root.layout = state.layout
+            chain.root.layout = state.layout
         owed = dict(need)  # bytes reserved and not yet handed to a block
+        path: list[Node] = []
         try:
             copies = {i: layers.cut(state, i * size, min((i + 1) * size, state.tokens)) for i in missing}
             with pool.lock:
-                node, path = root, []
+                node = chain.root
                 for i, chunk in enumerate(chunks):
                     node = tree.insert(node, chunk)
                     path.append(node)
                     if i in copies:
-                        pool.admit(node, self._block(root, node, state.layout, copies.pop(i)))
+                        block = self._block(node, state.layout.sized(node.tokens), state.layout.classes, copies.pop(i))
                         del owed[i]
-                self._finish(path, evict_prefixes)
+                        pool.admit(node, block)
+                end = path[-1] if path else None
+                if chain.checkpoints and state.whole:
+                    end = tree.insert(chain.checkpoints, ids)
+                    if owed.pop(WHOLE, None) is not None:
+                        pool.admit(end, self._block(end, state.whole.tensors, state.whole.classes, state.whole.data))
+                assert end
+                self._finish(path, end, evict_prefixes)
         finally:
             pool.release(sum(owed.values()))
-            pool.unpin(known)
-        while len(self) > self.max_entries and pool.retire(self._roots.values(), spare=path[-1]):
+            pool.unpin(pinned)
+        while len(self) > self.max_entries and pool.retire(self._roots(), spare=end):
             pass
         return True
 
     def __len__(self) -> int:
         """How many stored sequences end in RAM, over all tenants. Any thread."""
-        return sum(root.sequences for root in self._roots.values())
+        return sum(root.sequences for root in self._roots())
 
-    def _block(self, root: Node, node: Node, layout: layers.Layout, data: Bytes) -> Block:
+    def _block(self, node: Node, tensors: tuple[TensorSpec, ...], classes: str, data: Bytes) -> Block:
         assert node.parent
         return Block(
             key=node.key,
-            namespace=root.key,
+            namespace=node.root.key,
             parent=node.parent.key,
             tokens=node.ids,
             start=node.start,
-            tensors=layout.sized(node.tokens),
-            classes=layout.classes,
+            tensors=tensors,
+            classes=classes,
             data=data,
             model=self.label,
         )
 
-    def _finish(self, path: list[Node], evict_prefixes: bool) -> None:
-        """Mark the end of a stored sequence, and drop the tails that it continues."""
+    def _finish(self, path: list[Node], end: Node, evict_prefixes: bool) -> None:
+        """Mark the end of a stored sequence, and drop the tails that it continues. Checkpoints stay: each is the only
+        point at which its sequence can be resumed.
+        """
         for node in path:
-            if evict_prefixes and node is not path[-1]:
+            if evict_prefixes and node is not end:
                 self.pool.set_end(node, False)
             if evict_prefixes and node.parent:
                 self._drop_tails(node.parent, node)
-        self.pool.set_end(path[-1], True)
-        self.pool.use(path)
+        self.pool.set_end(end, True)
+        self.pool.use(path if path and end is path[-1] else [end, *path])
         self.pool.feed()
 
     def _drop_tails(self, parent: Node, node: Node) -> None:
