@@ -138,7 +138,7 @@ class MemoryAwarePrefixCache(RamTier):
         """Counters to zero, contents kept. Any thread."""
         self._stats = CacheStats()
         with self.pool.lock:
-            for root in self._roots.values():
+            for root in list(self._roots.values()):
                 root.evictions = 0
 
     @property
@@ -148,7 +148,7 @@ class MemoryAwarePrefixCache(RamTier):
         self._stats.current_memory_bytes = ledger.resident + ledger.queued
         self._stats.max_memory_bytes = ledger.limit
         self._stats.entry_count = len(self)
-        self._stats.evictions = sum(r.evictions for r in self._roots.values())
+        self._stats.evictions = sum(r.evictions for r in list(self._roots.values()))
         return self._stats
 
     def get_stats(self) -> dict[str, Any]:

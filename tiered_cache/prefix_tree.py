@@ -31,7 +31,8 @@ class Node:
     """One block of a chain, or a namespace's root (which has no state)."""
 
     __slots__ = (
-        "block", "children", "ends", "entry", "evictions", "ids", "key", "layout", "parent", "pins", "queued",
+        "block", "children", "ends", "entry", "evictions", "failed", "gone",
+        "ids", "key", "layout", "parent", "pins", "queued",
         "replaces", "resident", "root", "sequences", "start", "tokens",
     )  # fmt: skip
 
@@ -46,6 +47,8 @@ class Node:
         self.block: Block | None = None  # in RAM
         self.queued = False  # and waits for the SSD
         self.entry: Entry | None = None  # on the SSD
+        self.failed = False  # could not be written: not tried again before it is used, or a flush asks
+        self.gone = False  # removed by name: a promotion under way must not bring it back
         self.replaces: tuple[bytes, ...] = ()  # keys on the SSD that are of no use once this one is there
         self.pins = 0
         self.ends = False  # a stored sequence ends here

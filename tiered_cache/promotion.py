@@ -72,6 +72,8 @@ class Promotion:
         Waits up to `timeout` seconds (None: until it is done) and raises TimeoutError; raises CancelledError after
         `cancel`. Every call gives a state of its own. Model's thread.
         """
+        if not self._ready.done() and on_loop(self._loop):
+            raise RuntimeError("result() would wait for itself here: do not wait in a callback of the cache")
         self._ready.result(timeout)
         tokens, leave, tenant = self._request
         try:
@@ -177,6 +179,7 @@ class Promoter:
                 if not whole and not self._pool.reserve(sizes[node.key]):
                     break
                 read = self._reads[node.key] = Read(node, sizes[node.key])
+                node.gone = False  # a removal stops the reads that it finds, not later ones
                 new.append(read)
             reads.append(read)
         return new, reads
@@ -192,7 +195,17 @@ class Promoter:
     async def _read(self, read: Read) -> None:
         block = None
         try:
-            block = await self._tier.read(read.node.key, read.wanted)
+            while True:
+                asked = False
+
+                def wanted() -> bool:
+                    nonlocal asked
+                    asked = read.wanted()
+                    return asked
+
+                block = await self._tier.read(read.node.key, wanted)
+                if asked or not read.wanted():
+                    break  # else somebody came to want it after all had given up
         finally:  # whatever happens, the reservation is settled here and nowhere else
             with self._pool.lock:
                 finished = self._settle(read, block)
@@ -203,11 +216,12 @@ class Promoter:
         """Turn a read's reservation into a resident block, or give it back; say who waits no longer. Holds the lock."""
         self._reads.pop(read.node.key, None)
         if block and fits(read.node, block) and block.nbytes == read.nbytes:
-            self._pool.admit(read.node, block)
+            self._pool.admit(read.node, block, promoted=True)
         else:
             self._pool.release(read.nbytes)
             if block:
                 self.counters["lost_layout"] += 1
+                self._pool.discard([block.key])
         for promotion in read.promotions:
             promotion._waiting.discard(read.node.key)
         return [p for p in read.promotions if not p._waiting]
@@ -230,6 +244,14 @@ class Promoter:
         for promotion in live:
             promotion.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def on_loop(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this is the loop's own thread."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
 
 
 def fits(node: Node, block: Block) -> bool:

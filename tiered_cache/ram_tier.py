@@ -197,7 +197,7 @@ class RamTier:
 
     def __len__(self) -> int:
         """How many stored sequences end in RAM, over all tenants. Any thread."""
-        return sum(root.sequences for root in self._roots.values())
+        return sum(root.sequences for root in list(self._roots.values()))
 
     def _block(self, root: Node, node: Node, layout: layers.Layout, data: Bytes) -> Block:
         assert node.parent
@@ -225,17 +225,11 @@ class RamTier:
         self.pool.feed()
 
     def _drop_tails(self, parent: Node, node: Node) -> None:
-        """Drop shorter blocks that hold a part of this one. Their copies on the SSD go when this one arrives there."""
+        """Drop shorter blocks that hold a part of this one."""
         while (tail := parent.children.longest_prefix(node.ids)) and not tail.pins:
-            stale = (*tail.replaces, tail.key) if tail.entry else tail.replaces
-            if node.entry:
-                self.pool.discard(stale)
-            else:
-                node.replaces = tuple({*node.replaces, *stale})
-            if tail.block:
-                self.pool.forget([tail])
+            self.pool.supersede(tail, node)
             if tail.entry:
-                break
+                break  # it stays in the tree until the SSD has let go of it
 
     def _refuse(self, reason: str, message: str | None) -> bool:
         with self.pool.lock:
