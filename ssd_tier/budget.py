@@ -15,10 +15,6 @@ class Budget(NamedTuple):
     limit: int
     min_free: int
 
-    def can_hold(self, directory: Directory, blob_bytes: int, coming: int) -> bool:
-        """Whether `coming` bytes would fit if all blobs went. Raises OSError."""
-        return self.excess(directory, blob_bytes, coming) <= blob_bytes
-
     def excess(self, directory: Directory, blob_bytes: int, coming: int) -> int:
         """Bytes of blobs that must go before `coming` more may be written; 0 or less: none. Raises OSError."""
         over = blob_bytes + coming + directory.index_bytes() + INDEX_SLACK - self.limit

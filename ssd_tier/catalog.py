@@ -7,9 +7,11 @@ is one that nothing hangs on. Only the loop thread changes the catalog.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ssd_tier.leaf_first import leaf_first
+
+_MOST = 2**62  # SQLite's integers end at twice that
 
 
 class Entry:
@@ -55,8 +57,13 @@ class Catalog:
         self._entries: OrderedDict[bytes, Entry] = OrderedDict((e.key, e) for e in entries)
         self.file_bytes = sum(e.file_bytes for e in self._entries.values())
         self.raw_bytes = sum(e.raw_bytes for e in self._entries.values())
-        self._clock = max((e.seq for e in self._entries.values()), default=0)
         self._changed: dict[bytes, Entry] = {}
+        self._clock = max((e.seq for e in self._entries.values()), default=0)
+        self._expected: dict[bytes, int] = {}  # places in the order of use that are kept for entries to come
+        self._sorted = True  # entries stand in the order of their seq
+        if self._clock > _MOST:  # somebody wrote there: count anew
+            self._clock = 0
+            self.touch(list(self._entries))
         # Of parents that are not here, too: one that comes back is no leaf.
         self._children = Counter(e.parent for e in self._entries.values())
 
@@ -78,12 +85,31 @@ class Catalog:
         return self._children[key]
 
     def add(self, entry: Entry) -> None:
-        """Take a new entry as the most recently used, and its ancestors after it."""
+        """Take a new entry, in the place that was kept for it, or as the most recently used, its ancestors after it."""
         self._entries[entry.key] = entry
         self.file_bytes += entry.file_bytes
         self.raw_bytes += entry.raw_bytes
         self._children[entry.parent] += 1
-        self.touch(self.chain(entry.key))
+        seq = self._expected.pop(entry.key, None)
+        if seq is None:
+            self.touch(self.chain(entry.key))
+        else:
+            entry.seq = seq
+            self._sorted = False
+
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """The order of use, least recent first, of entries and of some to come, for which their place is kept."""
+        self._expected.clear()
+        for key in keys:
+            if key in self._entries:
+                self.touch([key])
+            else:
+                self._clock += 1
+                self._expected[key] = self._clock
+
+    def expected(self, keys: Iterable[bytes]) -> int | None:
+        """The least recent place that is kept for any of these; None where none is."""
+        return min((self._expected[k] for k in keys if k in self._expected), default=None)
 
     def remove(self, key: bytes) -> Entry | None:
         """Forget an entry; None where it is not here."""
@@ -107,7 +133,7 @@ class Catalog:
             self._entries.move_to_end(key)
             self._clock += 1
             entry.seq = self._clock
-            entry.hits += hit
+            entry.hits = min(entry.hits + hit, _MOST)
             self._changed[key] = entry
 
     def chain(self, key: bytes) -> list[bytes]:
@@ -119,11 +145,15 @@ class Catalog:
             entry = self._entries.get(entry.parent)
         return keys
 
-    def victims(self, nbytes: int, spare: Collection[bytes] = ()) -> list[Entry]:
-        """Entries to remove so that `nbytes` of files go: least recently used leaves first, none of `spare`.
+    def victims(self, nbytes: int, spare: Collection[bytes] = (), before: int | None = None) -> list[Entry]:
+        """Entries to remove so that `nbytes` of files go: least recently used leaves first, none of `spare`, and where
+        `before` is given none that was used after it.
 
         Changes nothing; may fall short.
         """
+        if not self._sorted:
+            self._entries = OrderedDict(sorted(self._entries.items(), key=lambda item: item[1].seq))
+            self._sorted = True
         return leaf_first(
             self._entries.values(),
             nbytes,
@@ -131,7 +161,7 @@ class Catalog:
             parent=lambda e: e.parent,
             children=lambda e: self._children[e.key],
             size=lambda e: e.file_bytes,
-            free=lambda e: e.key not in spare,
+            free=lambda e: e.key not in spare and (before is None or e.seq < before),
         )
 
     def take_changed(self) -> list[Entry]:

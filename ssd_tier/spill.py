@@ -152,22 +152,26 @@ class SpillWriter:
     async def run(self) -> None:
         """Write what comes until `stop`. No fault of disk or index ends it: the batch is lost and counted."""
         while not self._stopping:
-            batch = self._queue.take(min(BATCH_BYTES, self._budget.limit // 8), BATCH_BLOCKS)
-            if not batch:
-                self._wake.clear()
-                if len(self._queue) == 0 and not self._stopping:
-                    await self._wake.wait()
-                continue
-            blocks = list({b.key: b for b in batch if b.key not in self._catalog}.values())
-            try:
-                lost = await self._store(blocks)
-            except Exception as e:  # the writer outlives every batch
-                log.warning("ssd: %d blocks not written (%s: %s)", len(blocks), type(e).__name__, e)
-                lost = {b.key: "write_failed" for b in blocks if b.key not in self._catalog}
-            finally:
-                self._queue.finished(batch)  # before the listener, who fills the queue again
-            self._tell(batch, lost)
-            self.progress.set()
+            if not await self._next_batch() and not self._stopping:
+                await self._wake.wait()
+
+    async def _next_batch(self) -> bool:
+        """Write a batch; False where nothing waits. In a method of its own, so that no block outlives its batch."""
+        self._wake.clear()
+        batch = self._queue.take(min(BATCH_BYTES, self._budget.limit // 8), BATCH_BLOCKS)
+        if not batch:
+            return False
+        blocks = list({b.key: b for b in batch if b.key not in self._catalog}.values())
+        try:
+            lost = await self._store(blocks)
+        except Exception as e:  # the writer outlives every batch
+            log.warning("ssd: %d blocks not written (%s: %s)", len(blocks), type(e).__name__, e)
+            lost = {b.key: "write_failed" for b in blocks if b.key not in self._catalog}
+        finally:
+            self._queue.finished(batch)  # before the listener, who fills the queue again
+        self._tell(batch, lost)
+        self.progress.set()
+        return True
 
     def _tell(self, batch: list[Block], lost: dict[bytes, str]) -> None:
         for block in batch:
@@ -186,8 +190,11 @@ class SpillWriter:
         encoded = await asyncio.gather(*(self._run(encode_blob, b, self._level) for b in blocks))
         sizes = [sum(len(p) for p in parts) for parts in encoded]
         spare = {key for b in blocks for key in self._catalog.chain(b.parent)}
-        if not await self.make_room(sum(sizes), spare):
-            return lost | {b.key: "no_room" for b in blocks}
+        if not await self.make_room(sum(sizes), spare, self._catalog.expected(b.key for b in blocks)):
+            if len(blocks) == 1:
+                return lost | {blocks[0].key: "no_room"}
+            half = len(blocks) // 2  # what comes first may fit
+            return lost | await self._store(blocks[:half]) | await self._store(blocks[half:])
         entries = [
             Entry(b.key, b.namespace, b.parent, secrets.randbits(63), b.start, b.tokens, size, b.nbytes, created=now())
             for b, size in zip(blocks, sizes, strict=True)
@@ -239,15 +246,18 @@ class SpillWriter:
                 lost[b.key] = "parent_not_stored"
         return lost
 
-    async def make_room(self, coming: int, spare: set[bytes]) -> bool:
-        """Remove least recently used leaves until `coming` bytes fit; False where they cannot. Raises OSError."""
+    async def make_room(self, coming: int, spare: set[bytes], before: int | None = None) -> bool:
+        """Remove least recently used leaves until `coming` bytes fit; False, and nothing removed, where they cannot.
+
+        Only what was used `before` that place in the order of use may go for it. Raises OSError.
+        """
         held = self._catalog.file_bytes + sum(e.file_bytes for e in self._undeleted)
-        if coming and not self._budget.can_hold(self._directory, self._catalog.file_bytes, coming):
-            return False
         excess = self._budget.excess(self._directory, held, coming)
         if excess <= 0:
             return True
-        victims = self._catalog.victims(excess, spare)
+        victims = self._catalog.victims(excess, spare, before)
+        if coming and sum(v.file_bytes for v in victims) < excess:
+            return False
         await self.remove([v.key for v in victims])
         self._counters["blocks_evicted"] += len(victims)
         return sum(v.file_bytes for v in victims) >= excess

@@ -153,10 +153,15 @@ class SSDTier:
             self.counters["bytes_read"] += entry.file_bytes
         return block
 
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """The order of use, least recent first, of blocks that are here or about to come. Loop thread."""
+        self._apply_touches()
+        self.catalog.expect(keys)
+
     async def save(self) -> None:
         """Write recency and counters to the index; a fault of the index is passed over. Loop thread."""
         self._apply_touches()
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(sqlite3.Error, ValueError):  # ValueError: closed already
             await self.writer.save_recency()
 
     async def close(self) -> None:
@@ -167,6 +172,7 @@ class SSDTier:
         self.writer.stop()
         await self._tasks[0]
         self._tasks[1].cancel()
+        self.writer.progress.set()  # for a flush that waits: it will not get further
         left = self.queue.close()
         if left:
             self.counters["lost_closed"] += len(left)
@@ -187,6 +193,11 @@ class SSDTier:
             "queued_bytes": self.queue.nbytes,
             **{k: v for k, v in sorted(self.counters.items()) if not k.startswith("lost_")},
         }
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will be written. Any thread."""
+        return self._closed
 
     def disown(self) -> None:
         """Give the directory back where `start` was never called or failed."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from ssd_tier import Block, Entry
-from tiered_cache.prefix_tree import Node, anywhere, block_bytes
+from tiered_cache.prefix_tree import Node, block_bytes
 from tiered_cache.residency import Residency
 
 WRITE_AHEAD = 0.5  # of the limit: free, or holding clean blocks that may go
@@ -40,7 +40,9 @@ class BlockPool(Residency):
     def __init__(self, limit: int, block_tokens: int, *, write_through: bool = False) -> None:
         super().__init__(limit, block_tokens)
         self._sink: Sink | None = None
-        self._drains = int(write_through)  # > 0: everything dirty is to be written
+        self._through = write_through
+        self._flushes: list[set[bytes]] = []  # keys that each flush under way waits for
+        self._unwanted: set[bytes] = set()  # removed while being written: to be taken off the SSD
 
     # -- the SSD tier's side; `on_...` are called on its loop thread
 
@@ -51,15 +53,18 @@ class BlockPool(Residency):
             if sink is None:
                 self._detach()
             for entry in sorted(entries, key=lambda e: e.start):
-                parent = self.tree.nodes.get(entry.parent)
-                if parent is None and entry.parent == entry.namespace:
-                    parent = self.tree.root(entry.namespace)
-                if parent is None or parent.start + parent.tokens != entry.start:
-                    continue  # its ancestors are gone: out of reach until they are stored again
-                self.tree.insert(parent, entry.ids, entry.key).entry = entry
+                self._place(entry)
             for node in self._order:
                 self._mark(node)
             self._feed()
+
+    def _place(self, entry: Entry) -> None:
+        """Note in the tree what is on the SSD. Without its ancestors it is out of reach until they are stored again."""
+        parent = self.tree.nodes.get(entry.parent)
+        if parent is None and entry.parent == entry.namespace:
+            parent = self.tree.root(entry.namespace)
+        if parent and parent.start + parent.tokens == entry.start:
+            self.tree.insert(parent, entry.ids, entry.key).entry = entry
 
     def _detach(self) -> None:
         """Nothing waits for an SSD any more, and nothing is there."""
@@ -74,18 +79,20 @@ class BlockPool(Residency):
     def on_stored(self, entries: Sequence[Entry]) -> None:
         """`Listener`: blocks that are on the SSD now."""
         with self.lock:
-            unwanted = []
             for entry in entries:
                 self._left(entry.key)
-                node = self.tree.nodes.get(entry.key)
-                if node is None or not anywhere(node):  # removed or cleared while it was being written
-                    unwanted.append(entry.key)
+                if entry.key in self._unwanted:
+                    self._unwanted.discard(entry.key)
+                    self.discard([entry.key])
                     continue
-                node.entry = entry
+                self._place(entry)  # RAM may have let go of it meanwhile
+                node = self.tree.nodes.get(entry.key)
+                if node is None:  # its ancestors have gone: nothing leads to it
+                    self.discard([entry.key])
+                    continue
                 node.replaces = ()
                 self._unqueue(node)
                 self._mark(node)
-            self.discard(unwanted)
             self._feed()
 
     def on_lost(self, blocks: Sequence[Block], reason: str) -> None:
@@ -93,33 +100,66 @@ class BlockPool(Residency):
         with self.lock:
             for block in blocks:
                 self._left(block.key)
+                self._unwanted.discard(block.key)
                 node = self.tree.nodes.get(block.key)
                 if node:
                     self._unqueue(node)
+                    self._mark(node)
+                    node.failed = True
             self._feed()
 
     def on_removed(self, entries: Sequence[Entry]) -> None:
-        """`Listener`: blocks that are no longer on the SSD."""
+        """`Listener`: blocks that are no longer on the SSD. What RAM has of them is written again only once it is used:
+        else RAM and an SSD that is smaller would push each other's blocks around for ever.
+        """
         with self.lock:
             for entry in entries:
                 node = self.tree.nodes.get(entry.key)
                 if node and node.entry is entry:
                     node.entry = None
-                    self._mark(node)
                     self.tree.prune(node)
 
     # -- what has to be written
 
-    def drain(self, on: bool) -> None:
-        """While on, everything dirty goes to the spill queue, most recently used first."""
-        with self.lock:
-            self._drains += 1 if on else -1
-            self._feed()
+    def begin_flush(self) -> set[bytes]:
+        """Send everything dirty to the spill queue, most recently used first, until `end_flush`; what failed, too.
 
-    def unsaved(self) -> set[bytes]:
-        """Keys of blocks in RAM that are not on the SSD yet and are to be."""
+        Returns the keys that are to be written. It is kept up to date where a block is replaced by a longer one.
+        """
         with self.lock:
-            return {n.key for n in self._order if n.queued or n in self._dirty}
+            for node in self._dirty:
+                node.failed = False
+            wanted = {n.key for n in self._order if n.queued or n in self._dirty}
+            self._flushes.append(wanted)
+            self._feed()
+            return wanted
+
+    def end_flush(self, wanted: set[bytes]) -> None:
+        """Undo `begin_flush`."""
+        with self.lock:
+            self._flushes = [f for f in self._flushes if f is not wanted]
+
+    def unsaved(self, keys: Iterable[bytes]) -> tuple[set[bytes], set[bytes]]:
+        """Which of these blocks are still to be written, and which could not be."""
+        with self.lock:
+            nodes = [n for k in keys if (n := self.tree.nodes.get(k)) and (n.queued or n in self._dirty)]
+            return {n.key for n in nodes if not n.failed}, {n.key for n in nodes if n.failed}
+
+    def supersede(self, old: Node, new: Node) -> None:
+        """Drop a block whose tokens a longer one holds, too. Its copy on the SSD goes when the longer one is there."""
+        with self.lock:
+            for wanted in self._flushes:
+                if old.key in wanted:
+                    wanted.add(new.key)
+            stale = (*old.replaces, old.key) if old.entry else old.replaces
+            if new.entry:
+                self.discard(stale)
+            else:
+                new.replaces = tuple({*new.replaces, *stale})
+            if old.block:
+                self._drop(old)
+                if old.key in self._leaving:
+                    self._unwanted.add(old.key)
 
     def feed(self) -> None:
         """Hand over what is due. Never waits."""
@@ -128,6 +168,9 @@ class BlockPool(Residency):
 
     def _mark(self, node: Node) -> None:
         """Sort a node into the dirty or the clean ones, as the most recently used."""
+        node.failed = False
+        if node.block:
+            self._unwanted.discard(node.key)
         if node in self._dirty:
             if node.entry or not node.block or node.queued:
                 del self._dirty[node]
@@ -140,12 +183,14 @@ class BlockPool(Residency):
         """Queue the dirty blocks that are due, until the queue is full."""
         if self._sink and self._dirty:
             for node in self._due():
-                if not all(self._queue(n) for n in node.path() if n in self._dirty):
+                path = [n for n in node.path() if n in self._dirty]
+                # Nothing is written before its ancestors are.
+                if not any(n.failed for n in path) and not all(self._queue(n) for n in path):
                     return
 
     def _due(self) -> Iterator[Node]:
         """Dirty blocks to be written now, in order."""
-        if self._drains:  # what was used last first: its root, then what hangs on it
+        if self._through or self._flushes:  # what was used last first: its root, then what hangs on it
             yield from list(reversed(self._dirty))
             return
         room = self.ledger.free
@@ -203,10 +248,13 @@ class BlockPool(Residency):
         with self.lock:
             stored = []
             for node in nodes:
-                if include_ssd and node.entry:
-                    stored.append(node.key)
+                node.gone = True
                 if node.block:
                     self._drop(node)
+                if include_ssd and node.entry:
+                    stored.append(node.key)
+                if include_ssd and node.key in self._leaving:
+                    self._unwanted.add(node.key)
             self.discard(stored)
 
     def discard(self, keys: Sequence[bytes]) -> None:

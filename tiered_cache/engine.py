@@ -36,14 +36,32 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run to the end and return the result. Any thread but the loop's own."""
+        """Run to the end and return the result. Raises RuntimeError on the loop's own thread."""
+        try:
+            self.check_caller()
+        except RuntimeError:
+            coroutine.close()
+            raise
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
+    def check_caller(self) -> None:
+        """Raise RuntimeError on the loop's own thread, which would wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a callback of the cache must not wait for it: call flush or close on another thread")
+
     def stop(self) -> None:
-        """End the loop and its thread."""
+        """End the loop and its thread, once all that runs on it has ended."""
+        self.run(self._end_tasks())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+    async def _end_tasks(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            _, late = await asyncio.wait(others, timeout=1)
+            for task in late:
+                task.cancel()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -67,6 +85,7 @@ class Runtime:
         self.ssd_off: str | None = None if config.ssd.enabled else "ssd.enabled is false"
         self._loop_thread: LoopThread | None = None
         self._closed = False
+        self._closing = threading.Lock()
         if config.ssd.enabled:
             self._open_tier()
 
@@ -107,10 +126,11 @@ class Runtime:
 
     async def _flush(self, tier: SSDTier, timeout: float | None) -> bool:
         end = None if timeout is None else time.monotonic() + timeout
-        wanted = self.pool.unsaved()
-        self.pool.drain(True)
+        # Most recently used first, so that a deadline costs the oldest; and there, too, the oldest go first.
+        tier.expect([node.key for node in self.pool.resident()])
+        wanted = self.pool.begin_flush()
         try:
-            while wanted := wanted & self.pool.unsaved():
+            while self.pool.unsaved(wanted)[0] and not tier.closed:
                 tier.writer.progress.clear()
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
@@ -119,28 +139,32 @@ class Runtime:
                     await asyncio.wait_for(tier.writer.progress.wait(), left)
                 except TimeoutError:
                     return False
-            return True
+            return not self.pool.unsaved(wanted)[1] and not tier.closed
         finally:
-            self.pool.drain(False)
-            # What was used last was written first; on the SSD, too, it must be the last to go.
-            tier.touch([node.key for node in self.pool.resident()])
+            self.pool.end_flush(wanted)
             await tier.save()
 
     def close(self) -> None:
         """Save what RAM holds within the deadline, then end everything. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        if self._loop_thread:
+            self._loop_thread.check_caller()
+        with self._closing:  # a second caller waits for the first
+            if not self._closed:
+                self._closed = True
+                self._close()
+
+    def _close(self) -> None:
         tier, thread = self.tier, self._loop_thread
         if tier is None or thread is None:
             return
         try:
             if self.promoter:
                 thread.run(self.promoter.close())
-            if not thread.run(self._flush(tier, self.config.ssd.close_deadline)):
-                left = self.pool.unsaved()
-                log.warning("closing: %d blocks did not reach the SSD within the deadline", len(left))
-                tier.counters["lost_close_deadline"] += len(left)
+            thread.run(self._flush(tier, self.config.ssd.close_deadline))
+            late, failed = self.pool.unsaved([node.key for node in self.pool.resident()])
+            if late or failed:
+                log.warning("closing: %d blocks did not reach the SSD in time, %d could not", len(late), len(failed))
+                tier.counters["lost_close_deadline"] += len(late)
         finally:
             try:
                 thread.run(tier.close())

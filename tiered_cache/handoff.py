@@ -29,11 +29,15 @@ class Ready(NamedTuple):
     source: Source
 
 
-class _Request(NamedTuple):
-    tokens: Sequence[int]
-    leave: int
-    tenant: str | None
-    promotion: Promotion | None
+class _Request:
+    """One submission. Two of the same id, one cancelled, are not to be taken for each other."""
+
+    def __init__(self, request_id: Hashable, tokens: Sequence[int], leave: int, tenant: str | None) -> None:
+        self.request_id = request_id
+        self.tokens = tokens
+        self.leave = leave
+        self.tenant = tenant
+        self.promotion: Promotion | None = None
 
 
 class Handoff:
@@ -48,7 +52,7 @@ class Handoff:
         self._on_ready = on_ready or (lambda: None)
         self._lock = threading.Lock()
         self._requests: dict[Hashable, _Request] = {}
-        self._ready: deque[Hashable] = deque()
+        self._ready: deque[_Request] = deque()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -60,22 +64,22 @@ class Handoff:
 
         Raises ValueError where `request_id` is on its way already.
         """
+        request = _Request(request_id, tokens, leave, tenant)
         with self._lock:
             if request_id in self._requests:
                 raise ValueError(f"request {request_id!r} is on its way already; poll or cancel it first")
-            self._requests[request_id] = _Request(tokens, leave, tenant, None)
+            self._requests[request_id] = request
         promotion = self._promoter.promote(self._ram, tokens, leave, tenant) if self._promoter else None
-        if promotion:
-            with self._lock:
-                kept = request_id in self._requests
-                if kept:
-                    self._requests[request_id] = _Request(tokens, leave, tenant, promotion)
-            if not kept:  # cancelled from another thread just now
-                promotion.cancel()
-            promotion.add_done_callback(lambda _: self._announce(request_id))
-            return "pending"
-        self._announce(request_id)
-        return "hit" if self._ram.covered(tokens, leave=leave, tenant=tenant) else "miss"
+        if promotion is None:
+            self._announce(request)
+            return "hit" if self._ram.covered(tokens, leave=leave, tenant=tenant) else "miss"
+        with self._lock:
+            request.promotion = promotion
+            kept = self._requests.get(request_id) is request
+        if not kept:  # cancelled from another thread just now
+            promotion.cancel()
+        promotion.add_done_callback(lambda _: self._announce(request))
+        return "pending"
 
     def poll(self, limit: int | None = None) -> list[Ready]:
         """Requests that are ready, first come first served, at most `limit`. Never waits. Model's thread."""
@@ -84,12 +88,12 @@ class Handoff:
             with self._lock:
                 if not self._ready:
                     break
-                request_id = self._ready.popleft()
-                request = self._requests.pop(request_id, None)
-            if request is None:  # cancelled meanwhile
-                continue
+                request = self._ready.popleft()
+                if self._requests.get(request.request_id) is not request:  # cancelled meanwhile
+                    continue
+                del self._requests[request.request_id]
             state, remaining, source = self._take(request)
-            ready.append(Ready(request_id, state, remaining, source))
+            ready.append(Ready(request.request_id, state, remaining, source))
         return ready
 
     def cancel(self, request_id: Hashable) -> bool:
@@ -112,8 +116,9 @@ class Handoff:
         state, remaining = self._ram.fetch(request.tokens, leave=request.leave, tenant=request.tenant)
         return state, remaining, "ram" if state else "miss"
 
-    def _announce(self, request_id: Hashable) -> None:
+    def _announce(self, request: _Request) -> None:
         with self._lock:
-            if request_id in self._requests:
-                self._ready.append(request_id)
+            if self._requests.get(request.request_id) is not request:
+                return
+            self._ready.append(request)
         self._on_ready()

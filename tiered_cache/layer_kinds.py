@@ -1,9 +1,9 @@
 """Which cache classes can be kept, and how: an open registry.
 
-Every layer is one of two kinds. *Cut by token*: its arrays hold a row for each token, in order, so any run of tokens can be
-stored by itself and a prefix is a prefix of the rows. *Whole*: recurrent states, sliding windows, anything opaque; it can
-be kept only as it stood after exactly n tokens. A whole layer is saved as all of its attributes, which is exact whatever
-the class, and does not depend on the `state` protocol, which mlx-lm changed between releases.
+Every layer is one of two kinds. *Cut by token*: its arrays hold a row for each token, in order, so any run of tokens
+can be stored by itself and a prefix is a prefix of the rows. *Whole*: recurrent states, sliding windows, anything
+opaque; it can be kept only as it stood after exactly n tokens. A whole layer is saved as all of its attributes, which
+is exact whatever the class, and does not depend on the `state` protocol, which mlx-lm changed between releases.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Attributes = dict[str, Any]
 class LayerKind(NamedTuple):
     """How to keep one class of layers.
 
-    `rows`: attributes whose arrays [batch, heads, tokens, size] are cut by token; empty for a whole layer. `fields`: plain
-    attributes that all blocks of a chain share. `step`: the class grows its arrays by so many tokens; restored ones get
-    room for the next. `attributes`: what to keep of a whole layer (default: all of `vars`).
+    `rows`: attributes whose arrays [batch, heads, tokens, size] are cut by token; empty for a whole layer. `fields`:
+    plain attributes that all blocks of a chain share. `step`: the class grows its arrays by so many tokens; restored
+    ones get room for the next. `attributes`: what to keep of a whole layer (default: all of `vars`).
     """
 
     cls: type
@@ -37,7 +37,8 @@ _KINDS: dict[str, LayerKind] = {}
 
 
 def name_of(cls: type) -> str:
-    """Module and qualified name: what names a class in a file. Classes are found by it in the registry, nowhere else."""
+    """Module and qualified name: what names a class in a file. Classes are found by it in the registry, nowhere
+    else."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

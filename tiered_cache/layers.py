@@ -4,8 +4,8 @@ Every function here belongs to the thread that runs the model. What leaves it ar
 MLX, so that other threads never meet an array, lazy or not. On unified memory a copy through NumPy costs what a copy
 through MLX does, and on the CPU backend a sixth of it.
 
-A model's cache is a tree of layers (`CacheList` nests). Its leaves are of two kinds, see `layer_kinds`: those cut by token
-go into blocks, the others together into a checkpoint, which holds at exactly one length.
+A model's cache is a tree of layers (`CacheList` nests). Its leaves are of two kinds, see `layer_kinds`: those cut by
+token go into blocks, the others together into a checkpoint, which holds at exactly one length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlx_lm.models.cache import CacheList
 from ssd_tier.blob import DTYPE_BYTES, Block, TensorSpec
 from ssd_tier.buffers import Bytes, view
 from tiered_cache.layer_kinds import arrays_of, kind_named, kind_of
-from tiered_cache.layer_tree import LIST, Quantization, Refused, Tree, dump, flat, leaves, single, structure
+from tiered_cache.layer_tree import LIST, Quantization, Refused, Tree, dump, flat, leaves, plain, single, structure
 
 # mlx dtype to safetensors' name.
 _DTYPES = {
@@ -40,8 +40,8 @@ Arrays = dict[str, mx.array]
 class Layout:
     """What the state of a model looks like, token count aside.
 
-    `classes`: JSON, a tree of its layers' classes and settings. `tensors`: name, dtype and shape [batch, heads, 0, size]
-    of each array that is cut by token, the tokens' axis left at 0.
+    `classes`: JSON, a tree of its layers' classes and settings. `tensors`: name, dtype and shape [batch, heads, 0,
+    size] of each array that is cut by token, the tokens' axis left at 0.
     """
 
     classes: str
@@ -93,8 +93,8 @@ class Piece(NamedTuple):
 def read_state(cache: Sequence[Any], tokens: int, quantization: Quantization | None = None) -> State:
     """Look at a model's cache and evaluate it.
 
-    Raises `Refused` where it does not cover exactly `tokens` tokens or holds what cannot be restored. Recurrent layers do
-    not say what they cover; in a model that has no others, the caller's word is taken.
+    Raises `Refused` where it does not cover exactly `tokens` tokens or holds what cannot be restored. Recurrent layers
+    do not say what they cover; in a model that has no others, the caller's word is taken.
     """
     if not cache:
         raise Refused("empty", "the cache has no layers")
@@ -165,8 +165,11 @@ def cut(state: State, start: int, stop: int) -> Bytes:
 # -- back into MLX
 
 
-def join(layout: Layout, pieces: Sequence[Piece], tokens: int, checkpoint: Block | None = None) -> list[Any]:
-    """A fresh cache that covers `tokens` tokens: the pieces', and the checkpoint's. Shares nothing with them."""
+def join(
+    layout: Layout, pieces: Sequence[Piece], tokens: int | None = None, checkpoint: Block | None = None
+) -> list[Any]:
+    """A fresh cache that covers `tokens` tokens (default: the pieces'). Shares nothing with pieces and checkpoint."""
+    tokens = sum(p.take for p in pieces) if tokens is None else tokens
     tree = json.loads(layout.classes)
     capacities = [_capacity(tokens, _step(t.name, dict(leaves(tree)))) for t in layout.tensors]
     rows = dict(zip((t.name for t in layout.tensors), _fill(layout, pieces, capacities), strict=True))
@@ -229,22 +232,20 @@ def _rebuild(node: Tree, place: str, rows: Arrays, attributes: dict[str, Any], a
         return CacheList(*(_rebuild(c, f"{place}.{i}", rows, attributes, arrays, tokens) for i, c in children))
     kind = kind_named(node["class"])
     assert kind, node["class"]
-    layer = kind.cls.__new__(kind.cls)
+    cls: Any = kind.cls
+    layer = cls.__new__(cls)  # its attributes are all that it is
     if not kind.rows:
         for name, value in attributes[place].items():
             setattr(layer, name, _thaw(value, place, arrays))
         return layer
     for name in kind.rows:
-        if "empty" in node:
-            setattr(layer, name, None)
-            continue
         parts = [rows[f"{place}.{name}.{i}"] for i in range(3) if f"{place}.{name}.{i}" in rows]
-        value: Any = tuple(parts) or rows[f"{place}.{name}"]
+        restored: Any = tuple(parts) or rows.get(f"{place}.{name}")  # None: a layer that the model does not use
         if "stored" in node:
-            group_size, bits = node["stored"]
-            value = mx.dequantize(*parts, group_size=group_size, bits=bits)
-            mx.eval(value)
-        setattr(layer, name, value)
+            weights, scales, biases = parts
+            restored = mx.dequantize(weights, scales, biases, node["stored"][0], node["stored"][1])
+            mx.eval(restored)
+        setattr(layer, name, restored)
     for field in kind.fields:
         setattr(layer, field, node[field])
     layer.offset = 0 if "empty" in node else tokens
@@ -271,7 +272,7 @@ def fits_checkpoint(block: Block, layout_classes: str) -> bool:
     """Whether a stored checkpoint belongs to a model with these layers. Any thread."""
     try:
         said = json.loads(block.classes)
-        return dump(said["layers"]) == layout_classes and _restorable(layout_classes) and "attributes" in said
+        return plain(dump(said["layers"])) == layout_classes and _restorable(layout_classes) and "attributes" in said
     except (ValueError, TypeError, KeyError):
         return False
 

@@ -18,7 +18,7 @@ from tiered_cache.metrics import MB, CacheStats, losses
 from tiered_cache.prefix_tree import Node, anywhere, in_ram
 from tiered_cache.pricing import array_bytes as _array_memory
 from tiered_cache.pricing import price as estimate_kv_cache_memory
-from tiered_cache.ram_tier import RamTier
+from tiered_cache.ram_tier import Chain, RamTier
 
 if TYPE_CHECKING:
     from ssd_tier import SSDTier
@@ -68,6 +68,10 @@ class MemoryCacheConfig:
             if not good:
                 raise ValueError(f"{field} must be {allowed}, got {getattr(self, field)!r}")
 
+    def quantization(self) -> Quantization | None:
+        """How dense keys and values are stored; None as they are."""
+        return Quantization(self.kv_group_size, self.kv_bits) if self.kv_quantize else None
+
     def compute_memory_limit(self) -> int:
         """The limit in bytes: the explicit one, else the share of what is available now, at least 100 MB."""
         if self.max_memory_mb is not None:
@@ -103,7 +107,7 @@ class MemoryAwarePrefixCache(RamTier):
             max_entries=self.config.max_entries,
             min_prefix_tokens=self.config.min_prefix_tokens,
             classes=classes,
-            quantization=Quantization(self.config.kv_group_size, self.config.kv_bits) if self.config.kv_quantize else None,
+            quantization=self.config.quantization(),
             min_quantize_tokens=self.config.kv_min_quantize_tokens,
             label=label,
         )
@@ -115,24 +119,34 @@ class MemoryAwarePrefixCache(RamTier):
         if request is None:
             return False
         with self.pool.lock:
-            path = self.pool.tree.walk(request.root, request.ids)
-            if sum(n.tokens for n in path) != len(tokens) or not anywhere(path[-1]):
-                return False
-            if not path[-1].ends and not (include_ssd and path[-1].entry):
-                return False
-            self.pool.set_end(path[-1], False)
-            alone: list[Node] = []
-            for node in reversed(path):
-                if node.ends or len(node.children) > len(alone[-1:]):
-                    break
-                alone.append(node)
-            self.pool.forget(alone, include_ssd=include_ssd)
-            return True
+            removed = [self._remove(chain, request.ids, include_ssd) for chain in request.chains]
+            return any(removed)
+
+    def _remove(self, chain: Chain, ids: bytes, include_ssd: bool) -> bool:
+        end = self._end(chain, ids)
+        if end is None or not (end.ends or (include_ssd and end.entry)):
+            return False
+        self.pool.set_end(end, False)
+        alone: list[Node] = []
+        path = self.pool.tree.walk(chain.root, ids) if chain.is_cut else []
+        for node in reversed(path):
+            if node.ends or len(node.children) > len(alone[-1:]):
+                break
+            alone.append(node)
+        self.pool.forget([*alone, end] if end not in alone else alone, include_ssd=include_ssd)
+        return True
+
+    def _end(self, chain: Chain, ids: bytes) -> Node | None:
+        """The node at which exactly this sequence ends: its checkpoint, or its last block."""
+        if chain.checkpoints:
+            return chain.checkpoints.children.get(ids)
+        path = self.pool.tree.walk(chain.root, ids)
+        return path[-1] if sum(len(n.ids) for n in path) == len(ids) and anywhere(path[-1]) else None
 
     def clear(self) -> None:
         """Forget everything of this model in RAM, statistics included; what is on the SSD stays. Any thread."""
         with self.pool.lock:
-            mine = set(self._roots.values())
+            mine = set(self._roots())
             self.pool.forget([n for n in self.pool.resident() if n.root in mine])
             self.reset_stats()
 
@@ -140,7 +154,7 @@ class MemoryAwarePrefixCache(RamTier):
         """Counters to zero, contents kept. Any thread."""
         self._stats = CacheStats()
         with self.pool.lock:
-            for root in self._roots.values():
+            for root in self._roots():
                 root.evictions = 0
 
     @property
@@ -150,7 +164,7 @@ class MemoryAwarePrefixCache(RamTier):
         self._stats.current_memory_bytes = ledger.resident + ledger.queued
         self._stats.max_memory_bytes = ledger.limit
         self._stats.entry_count = len(self)
-        self._stats.evictions = sum(r.evictions for r in self._roots.values())
+        self._stats.evictions = sum(r.evictions for r in self._roots())
         return self._stats
 
     def get_stats(self) -> dict[str, Any]:
@@ -195,16 +209,15 @@ class MemoryAwarePrefixCache(RamTier):
         if request is None:
             return None
         with self.pool.lock:
-            here = self.pool.match(request.root, request.ids, in_ram, request.limit)
-            both = self.pool.match(request.root, request.ids, anywhere, request.limit)
+            here, both = self.plan(request, in_ram), self.plan(request, anywhere)
             if both.tokens <= here.tokens or both.tokens < self.min_prefix_tokens:
                 return None
-            kind = self.kind(both, len(tokens))
+            kind, last = self.kind(both, len(tokens)), both.nodes[-1]
             return {
                 "match_type": "lcp" if kind == "supersequence" else kind,
                 "matched_tokens": both.tokens,
                 "memory_bytes": sum(n.entry.raw_bytes for n in both.nodes if n.entry and not n.block),
-                "num_tokens": both.nodes[-1].start + both.nodes[-1].tokens,
+                "num_tokens": last.start + last.tokens,
             }
 
     def __contains__(self, tokens: Sequence[int]) -> bool:
@@ -212,5 +225,5 @@ class MemoryAwarePrefixCache(RamTier):
         if request is None:
             return False
         with self.pool.lock:
-            path = self.pool.tree.walk(request.root, request.ids)
-            return sum(n.tokens for n in path) == len(tokens) and path[-1].ends and in_ram(path[-1])
+            ends = [self._end(chain, request.ids) for chain in request.chains]
+            return any(end is not None and end.ends and in_ram(end) for end in ends)

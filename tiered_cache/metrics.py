@@ -50,6 +50,6 @@ def losses(*counters: Mapping[str, int]) -> dict[str, int]:
     found: dict[str, int] = {}
     for counter in counters:
         for name, value in counter.items():
-            if value and name.startswith(("lost_", "refused_")):
+            if value and name.startswith(("lost_", "refused_", "miss_", "read_failed")):
                 found[name] = found.get(name, 0) + value
     return dict(sorted(found.items()))

@@ -31,8 +31,8 @@ class Node:
     """One block of a chain, or a namespace's root (which has no state)."""
 
     __slots__ = (
-        "block", "children", "classes", "ends", "entry", "evictions", "ids", "key", "layout", "parent", "pins", "queued",
-        "replaces", "resident", "root", "sequences", "start", "tokens",
+        "block", "children", "classes", "ends", "entry", "evictions", "failed", "gone", "ids", "is_checkpoints", "key",
+        "layout", "parent", "pins", "queued", "replaces", "resident", "root", "sequences", "start", "tokens",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: Node | None, ids: bytes) -> None:
@@ -46,12 +46,15 @@ class Node:
         self.block: Block | None = None  # in RAM
         self.queued = False  # and waits for the SSD
         self.entry: Entry | None = None  # on the SSD
+        self.failed = False  # could not be written: not tried again before it is used, or a flush asks
+        self.gone = False  # removed by name: a promotion under way must not bring it back
         self.replaces: tuple[bytes, ...] = ()  # keys on the SSD that are of no use once this one is there
         self.pins = 0
         self.ends = False  # a stored sequence ends here
         self.resident = Children()  # those of the children that are in RAM
         # On a root only, for its whole namespace:
         self.classes = ""  # the tree of the model's layers
+        self.is_checkpoints = False  # its children are checkpoints, not blocks
         self.layout: object = None  # what the state of every block looks like, once one has been seen
         self.sequences = 0  # that end in RAM
         self.evictions = 0

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from ssd_tier import Block, SSDTier
-from tiered_cache import layers
+from tiered_cache import layer_tree, layers
 from tiered_cache.block_pool import BlockPool
 from tiered_cache.prefix_tree import Node, anywhere, in_ram
 from tiered_cache.ram_tier import RamTier
@@ -72,6 +72,8 @@ class Promotion:
         Waits up to `timeout` seconds (None: until it is done) and raises TimeoutError; raises CancelledError after
         `cancel`. Every call gives a state of its own. Model's thread.
         """
+        if not self._ready.done() and on_loop(self._loop):
+            raise RuntimeError("result() would wait for itself here: do not wait in a callback of the cache")
         self._ready.result(timeout)
         tokens, leave, tenant = self._request
         try:
@@ -144,13 +146,16 @@ class Promoter:
         with pool.lock:
             if self._closed:
                 return None
-            here = pool.match(request.root, request.ids, in_ram, request.limit)
-            both = pool.match(request.root, request.ids, anywhere, request.limit)
+            here, both = ram.plan(request, in_ram), ram.plan(request, anywhere)
             if both.tokens <= here.tokens or both.tokens < ram.min_prefix_tokens:
                 return None
             promotion = Promotion(ram, tokens, leave, tenant, both.nodes, self._loop)  # pins what it stands on
-            new, reads = self._claim([n for n in both.nodes if not n.block])
-            reach = min(reads[-1].node.start + reads[-1].node.tokens, both.tokens) if reads else 0
+            missing = [n for n in both.nodes if not n.block]
+            new, reads = self._claim(missing)
+            if len(reads) == len(missing):
+                reach = both.tokens
+            else:  # of blocks, the head is of use; not so if a checkpoint stands at the end
+                reach = reads[-1].node.start + reads[-1].node.tokens if reads and not both.checkpoint else 0
             if reach <= here.tokens or reach < ram.min_prefix_tokens:
                 for read in new:
                     self._settle(read, None)
@@ -177,6 +182,7 @@ class Promoter:
                 if not whole and not self._pool.reserve(sizes[node.key]):
                     break
                 read = self._reads[node.key] = Read(node, sizes[node.key])
+                node.gone = False  # a removal stops the reads that it finds, not later ones
                 new.append(read)
             reads.append(read)
         return new, reads
@@ -192,7 +198,17 @@ class Promoter:
     async def _read(self, read: Read) -> None:
         block = None
         try:
-            block = await self._tier.read(read.node.key, read.wanted)
+            while True:
+                asked = False
+
+                def wanted() -> bool:
+                    nonlocal asked
+                    asked = read.wanted()
+                    return asked
+
+                block = await self._tier.read(read.node.key, wanted)
+                if asked or not read.wanted():
+                    break  # else somebody came to want it after all had given up
         finally:  # whatever happens, the reservation is settled here and nowhere else
             with self._pool.lock:
                 finished = self._settle(read, block)
@@ -203,11 +219,12 @@ class Promoter:
         """Turn a read's reservation into a resident block, or give it back; say who waits no longer. Holds the lock."""
         self._reads.pop(read.node.key, None)
         if block and fits(read.node, block) and block.nbytes == read.nbytes:
-            self._pool.admit(read.node, block)
+            self._pool.admit(read.node, block, promoted=True)
         else:
             self._pool.release(read.nbytes)
             if block:
                 self.counters["lost_layout"] += 1
+                self._pool.discard([block.key])
         for promotion in read.promotions:
             promotion._waiting.discard(read.node.key)
         return [p for p in read.promotions if not p._waiting]
@@ -232,10 +249,25 @@ class Promoter:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def fits(node: Node, block: Block) -> bool:
-    """Whether a block from the SSD looks like this model's state. The first one seen of a namespace says how."""
-    layout = layers.layout_of(block.classes, block.tensors, node.tokens)
-    if node.root.layout is None:
-        node.root.layout = layout
-    return layout is not None and node.root.layout == layout
+def on_loop(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this is the loop's own thread."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
 
+
+def fits(node: Node, block: Block) -> bool:
+    """Whether a block from the SSD looks like this model's state: classes, shapes, dtypes.
+
+    The first one that is seen of a namespace says what shapes there are.
+    """
+    root = node.root
+    if root.is_checkpoints:
+        return layers.fits_checkpoint(block, root.classes)
+    layout = layers.layout_of(block.classes, block.tensors, node.tokens)
+    if layout is None or layer_tree.plain(layout.classes) != root.classes:
+        return False
+    if root.layout is None:
+        root.layout = layout
+    return root.layout == layout

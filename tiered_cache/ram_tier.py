@@ -13,6 +13,7 @@ from ssd_tier.buffers import Bytes
 from ssd_tier.keys import TOKEN_BYTES
 from tiered_cache import fingerprint, layer_tree, layers
 from tiered_cache.block_pool import BlockPool
+from tiered_cache.layer_tree import Quantization, Refused
 from tiered_cache.metrics import CacheStats
 from tiered_cache.prefix_tree import Node, in_ram, token_bytes
 
@@ -72,7 +73,7 @@ class RamTier:
         max_entries: int,
         min_prefix_tokens: int,
         classes: str | None = None,
-        quantization: layers.Quantization | None = None,
+        quantization: Quantization | None = None,
         min_quantize_tokens: int = 0,
         label: str | None = None,
     ) -> None:
@@ -120,7 +121,8 @@ class RamTier:
                 for n in plan.blocks
                 if n.block
             ]
-            layout, checkpoint = plan.chain.root.layout, plan.checkpoint and plan.checkpoint.block
+            layout = plan.chain.root.layout
+            checkpoint = plan.checkpoint.block if plan.checkpoint else None
         try:
             assert isinstance(layout, layers.Layout)
             state = layers.join(layout, pieces, plan.tokens, checkpoint)
@@ -201,9 +203,11 @@ class RamTier:
                 root = tree.root(fingerprint.namespace(self.fingerprint, [classes, stored], size, tenant))
                 is_cut, is_whole = layer_tree.is_cut(json.loads(classes))
                 checkpoints = tree.root(sha256(b"checkpoints" + root.key).digest()) if is_whole else None
-                for node in (root, checkpoints):
-                    if node:
-                        node.classes = classes
+                root.classes = classes
+                if not is_cut:
+                    root.layout = layers.Layout(classes, ())  # nothing to be learnt from blocks
+                if checkpoints:
+                    checkpoints.classes, checkpoints.is_checkpoints = classes, True
                 chain = self._known[key] = Chain(root, checkpoints, is_cut)
         return chain
 
@@ -216,7 +220,7 @@ class RamTier:
         ]
 
     def _roots(self) -> list[Node]:
-        return [n for c in self._known.values() for n in (c.root, c.checkpoints) if n]
+        return [n for c in list(self._known.values()) for n in (c.root, c.checkpoints) if n]
 
     # -- store
 
@@ -236,7 +240,7 @@ class RamTier:
         try:
             ids = token_bytes(tokens)
             state = layers.read_state(cache, len(tokens), quantization)
-        except layers.Refused as e:
+        except Refused as e:
             return self._refuse(e.reason, str(e))
         except Exception as e:  # whatever a host's layers raise: their state is not stored, and the host goes on
             return self._refuse("error", f"{type(e).__name__}: {e}")
@@ -326,17 +330,11 @@ class RamTier:
         self.pool.feed()
 
     def _drop_tails(self, parent: Node, node: Node) -> None:
-        """Drop shorter blocks that hold a part of this one. Their copies on the SSD go when this one arrives there."""
+        """Drop shorter blocks that hold a part of this one."""
         while (tail := parent.children.longest_prefix(node.ids)) and not tail.pins:
-            stale = (*tail.replaces, tail.key) if tail.entry else tail.replaces
-            if node.entry:
-                self.pool.discard(stale)
-            else:
-                node.replaces = tuple({*node.replaces, *stale})
-            if tail.block:
-                self.pool.forget([tail])
+            self.pool.supersede(tail, node)
             if tail.entry:
-                break
+                break  # it stays in the tree until the SSD has let go of it
 
     def _refuse(self, reason: str, message: str | None) -> bool:
         with self.pool.lock:

@@ -98,17 +98,18 @@ class Residency:
 
     # -- blocks in and out
 
-    def admit(self, node: Node, block: Block) -> bool:
+    def admit(self, node: Node, block: Block, *, promoted: bool = False) -> bool:
         """Put a block into RAM against bytes reserved for it.
 
-        False where it is there already, or its node was removed meanwhile: the bytes are given back.
+        False where it is there already, or was removed while it was `promoted`: the bytes are given back.
         """
         with self.lock:
-            if node.block or self.tree.nodes.get(node.key) is not node:
+            if node.block or (promoted and node.gone) or self.tree.nodes.get(node.key) is not node:
                 self.ledger.release(block.nbytes)
                 return False
             self.ledger.admit(block.nbytes)
             node.block = block
+            node.gone = False
             if node.parent:
                 node.parent.resident.add(node)
             self._order[node] = None

@@ -109,3 +109,177 @@ def test_a_conversation_stored_over_and_over_keeps_no_list_of_its_past(make_conf
         while cache.stats()["ssd"]["raw_bytes"] > 400 * bytes_per_token() and time.monotonic() < end:
             time.sleep(0.01)
         assert cache.stats()["ssd"]["raw_bytes"] == 400 * bytes_per_token()
+
+
+def at_rest(cache: TieredCache) -> int:
+    """Blocks written, once nothing is being written any more; fails where that goes on."""
+    end, before = time.monotonic() + 10, -1
+    while time.monotonic() < end:
+        written = cache.stats()["ssd"]["blocks_written"]
+        if written == before and not cache.stats()["ssd"]["queued_blocks"]:
+            return written
+        before = written
+        time.sleep(0.3)
+    raise AssertionError("blocks are written without end")
+
+
+@pytest.mark.parametrize("write", ["through", "evict"])
+def test_an_ssd_smaller_than_ram_is_not_written_to_without_end(make_config, write):
+    config = make_config(ram={"max_memory": "12MB"}, ssd={"budget": "6MB", "write": write})
+    sequences = [random_tokens(1024, seed) for seed in range(40)]
+    with TieredCache.open(config, model=MODEL) as cache:
+        for tokens in sequences:
+            assert cache.store(tokens, state_of(tokens))
+        assert at_rest(cache) <= 2 * 40 * 4
+
+
+def test_what_was_used_last_survives_a_close_into_a_small_ssd(make_config):
+    config = make_config(ram={"max_memory": "40MB"}, ssd={"budget": "6MB"})
+    sequences = [random_tokens(1024, seed) for seed in range(40)]
+    with TieredCache.open(config, model=MODEL) as cache:
+        for tokens in sequences:
+            assert cache.store(tokens, state_of(tokens))
+    kept = []
+    with TieredCache.open(config, model=MODEL) as cache:
+        for tokens in sequences:
+            promotion = cache.promote(tokens)
+            kept.append(1024 - len(promotion.result(10)[1]) if promotion else 0)
+    first = next(i for i, n in enumerate(kept) if n)
+    assert kept[first + 1 :] == [1023] * (39 - first), kept
+    assert first < 30, kept
+
+
+def test_flush_tells_when_a_block_was_lost_and_the_next_one_tries_again(make_config, monkeypatch):
+    fail = [True]
+
+    def hook(operation: str, _: str) -> None:
+        if operation == "write" and fail and fail.pop():
+            raise OSError(28, "No space left on device")
+
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        assert cache.store(A, state_of(A))
+        monkeypatch.setattr(Directory, "hook", staticmethod(hook))
+        assert not cache.flush(10)
+        assert cache.flush(10)
+        assert cache.stats()["ssd"]["raw_bytes"] == 600 * bytes_per_token()
+
+
+def test_flush_waits_for_what_takes_a_blocks_place(make_config, monkeypatch):
+    gate = threading.Event()
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        assert cache.store(A[:300], state_of(A[:300]))
+        monkeypatch.setattr(Directory, "hook", staticmethod(lambda op, _: gate.wait(10) if op == "write" else None))
+        done: list[bool] = []
+        thread = threading.Thread(target=lambda: done.append(cache.flush(10)))
+        thread.start()
+        time.sleep(0.1)
+        assert cache.store(A[:350], state_of(A[:350]))
+        gate.set()
+        thread.join()
+        assert done == [True]
+        assert cache.stats()["ssd"]["raw_bytes"] >= 350 * bytes_per_token()
+
+
+def test_a_request_cancelled_and_submitted_again_comes_once_and_harms_no_other(make_config, monkeypatch):
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        assert cache.store(A, state_of(A))
+    gate = threading.Event()
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        monkeypatch.setattr(Directory, "hook", staticmethod(lambda op, _: gate.wait(10) if op == "read" else None))
+        handoff = cache.handoff()
+        assert [handoff.submit("other", B), handoff.submit("r", B)] == ["miss", "miss"]
+        handoff.cancel("r")
+        assert handoff.submit("r", A) == "pending"
+        assert [r.request_id for r in handoff.poll()] == ["other"]
+        gate.set()
+        end, ready = time.monotonic() + 10, []
+        while not ready and time.monotonic() < end:
+            ready = handoff.poll()
+        assert [(r.request_id, r.source) for r in ready] == [("r", "ssd")]
+        assert not len(handoff)
+
+
+def test_flush_and_close_at_once_both_end(make_config, monkeypatch):
+    monkeypatch.setattr(Directory, "hook", staticmethod(lambda op, _: time.sleep(0.2) if op == "write" else None))
+    config = make_config(ram={"max_memory": "40MB"}, ssd={"close_deadline": "0.2s", "spill_queue": "300kB"})
+    cache = TieredCache.open(config, model=MODEL)
+    for seed in range(20):
+        tokens = random_tokens(600, seed)
+        assert cache.store(tokens, state_of(tokens))
+    flushed: list[bool] = []
+    threads = [threading.Thread(target=lambda: flushed.append(cache.flush())) for _ in range(2)]
+    threads += [threading.Thread(target=cache.close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15)
+    assert not any(t.is_alive() for t in threads)
+    assert flushed == [False, False]
+    assert cache.stats()["losses"]
+
+
+def test_waiting_in_a_callback_is_refused_instead_of_hanging(make_config):
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        assert cache.store(A, state_of(A))
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        said: list[str] = []
+
+        def callback(_: object) -> None:
+            for wait in (lambda: cache.flush(1), cache.close):
+                try:
+                    wait()
+                except RuntimeError as e:
+                    said.append(str(e))
+
+        promotion = cache.promote(A)
+        promotion.add_done_callback(callback)
+        promotion.result(10)
+        end = time.monotonic() + 5
+        while len(said) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(said) == 2
+        assert "callback" in said[0]
+        assert cache.flush(10)
+
+
+def test_what_left_ram_leaves_memory(make_config):
+    import gc
+    import weakref
+
+    with TieredCache.open(make_config(ssd={"write": "through"}), model=MODEL) as cache:
+        assert cache.store(A, state_of(A))
+        assert cache.flush(10)
+        buffers = [weakref.ref(n.block.data) for n in cache.ram.pool.resident()]
+        cache.ram.clear()
+        time.sleep(0.1)
+        gc.collect()
+        assert [b() for b in buffers] == [None] * 3
+
+
+def test_clearing_ram_takes_nothing_off_the_ssd(make_config, monkeypatch):
+    gate = threading.Event()
+    with TieredCache.open(make_config(ssd={"write": "through"}), model=MODEL) as cache:
+        assert cache.store(A[:300], state_of(A[:300]))
+        assert cache.flush(10)
+        monkeypatch.setattr(Directory, "hook", staticmethod(lambda op, _: gate.wait(10) if op == "write" else None))
+        assert cache.store(A[:350], state_of(A[:350]))
+        time.sleep(0.1)  # the writer has it in hand
+        cache.ram.clear()
+        gate.set()
+        assert at_rest(cache)
+        assert cache.promote(A).result(10)[1] in (A[350:], A[300:])
+
+
+def test_of_a_sequence_larger_than_the_ssd_the_head_is_kept(make_config):
+    config = make_config(ram={"max_memory": "40MB"}, ssd={"budget": "5MB", "write": "through"})
+    with TieredCache.open(config, model=MODEL) as cache:
+        assert cache.store(A, state_of(A))
+        assert cache.flush(10)
+        long = random_tokens(25_600, 5)
+        assert cache.store(long, state_of(long))
+        assert not cache.flush(20)
+        blocks = cache.stats()["ssd"]["blocks"]
+        cache.ram.clear()
+        state, remaining = cache.promote(long).result(10)
+        assert len(remaining) == 25_600 - 256 * blocks, "what was evicted made room for what was stored"
+        assert same_state(state, state_of(long), 256 * blocks)

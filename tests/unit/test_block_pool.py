@@ -14,6 +14,12 @@ from tiered_cache.prefix_tree import token_bytes
 SIZE, UNIT = 4, 10  # tokens a block, bytes a token
 
 
+def unsaved(pool):
+    """Keys of the blocks in RAM that the SSD is to have, and has not."""
+    waiting, failed = pool.unsaved([n.key for n in pool.resident()])
+    return waiting | failed
+
+
 class Disk:
     """Takes blocks as the SSD tier does: a queue, one batch in hand at a time, then what the pool is told of it."""
 
@@ -28,7 +34,7 @@ class Disk:
         if self.rng.random() < self.refuse or (self.refuse and block.key in [b.key for b in self.hand]):
             return False
         above = self.pool.tree.nodes[block.key].path()[:-1]
-        assert not self.pool.unsaved() & {n.key for n in above if not n.queued}, "a block came before its ancestor"
+        assert not unsaved(self.pool) & {n.key for n in above if not n.queued}, "a block came before its ancestor"
         self.waiting.append(block)
         return True
 
@@ -73,16 +79,16 @@ class Pool:
     def reserve(self, nbytes: int) -> bool:
         """Reserve, and check who went: leaves first, clean ones first, none that may not, and no more than needed."""
         pool, lost, short = self.pool, self.pool.counters["lost_spill_behind"], nbytes - self.pool.ledger.free
-        unsaved, sizes = pool.unsaved(), {n: n.block.nbytes for n in pool.resident() if n.block}
+        waiting, sizes = unsaved(pool), {n: n.block.nbytes for n in pool.resident() if n.block}
         stuck = {a for n in sizes if n.pins or n.queued for a in n.path()}
-        stay = stuck | {a for n in sizes if n.key in unsaved for a in n.path()}
+        stay = stuck | {a for n in sizes if n.key in waiting for a in n.path()}
         granted = pool.reserve(nbytes)
         gone = {n: size for n, size in sizes.items() if not n.block}
         assert granted == (sum(size for n, size in sizes.items() if n not in stuck) >= short), "all that may go, goes"
         assert not (stuck if granted else sizes.keys()) & gone.keys(), "pinned or queued, or such a one hangs on it"
         assert not gone or sum(gone.values()) >= short > sum(gone.values()) - max(gone.values()), "no more than that"
         lost = pool.counters["lost_spill_behind"] - lost
-        assert lost == sum(n.key in unsaved for n in gone)
+        assert lost == sum(n.key in waiting for n in gone)
         assert not lost or sum(size for n, size in sizes.items() if n not in stay) < short, "clean ones would do"
         assert all(a.block for n in pool.resident() for a in n.path() if a in sizes), "an ancestor went first"
         self.reserved += [nbytes] * granted
@@ -142,7 +148,7 @@ def test_any_sequence_of_events_keeps_every_promise(seed):
     events: dict[Any, int] = {
         store: 8, fetch: 2, forget: 2, lambda _: it.reserve(rng.randrange(8 * SIZE * UNIT)): 3,
         lambda _: it.reserved and pool.release(it.reserved.pop()): 3, lambda _: disk.take(rng.randrange(1, 4)): 4,
-        lambda _: it.pinned and pool.unpin(it.pinned.pop()): 4, lambda _: [pool.drain(on) for on in (True, False)]: 1,
+        lambda _: it.pinned and pool.unpin(it.pinned.pop()): 4, lambda _: pool.end_flush(pool.begin_flush()): 1,
         lambda _: disk.finish(lose=0.3): 4, lambda _: disk.shrink(): 2}
     for event in rng.choices([*events], [*events.values()], k=400):
         here = pool.resident() or it.store((0,))
@@ -162,16 +168,16 @@ def test_what_would_go_first_is_written_ahead_ancestors_before_descendants():
     it = Pool(8)
     old, new = it.store(range(12)), it.store(range(20, 28))
     assert [b.key for b in it.disk.waiting] == [n.key for n in old], "half of RAM is free or can be freed at once"
-    assert it.pool.unsaved() == {n.key for n in old + new}
+    assert unsaved(it.pool) == {n.key for n in old + new}
 
 
 @pytest.mark.parametrize("lose", [0.0, 1.0], ids=["written", "lost"])
 def test_a_removed_block_that_is_being_written_stays_in_the_account_until_the_writer_is_done(lose):
     it = Pool(4)
-    it.pool.drain(True)
+    it.pool.begin_flush()
     path = it.store(range(4))
     it.disk.take()
-    it.pool.forget(path)
+    it.pool.forget(path, include_ssd=True)
     assert (it.pool.ledger.queued, it.pool.ledger.free) == (40, 120)
     assert not it.store(range(10, 26)), "four blocks, of which one does not fit yet"
     it.disk.finish(lose)
@@ -181,7 +187,7 @@ def test_a_removed_block_that_is_being_written_stays_in_the_account_until_the_wr
 
 def test_a_block_stored_again_while_its_removed_self_is_written_stays_in_the_account():
     it = Pool(4)
-    it.pool.drain(True)
+    it.pool.begin_flush()
     path = it.store(range(4))
     it.disk.take()
     it.pool.forget(path)

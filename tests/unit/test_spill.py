@@ -70,11 +70,11 @@ async def test_the_disk_never_holds_more_than_it_may(tmp_path, monkeypatch, kind
 
 
 async def test_what_can_never_fit_is_lost_and_costs_no_other(tmp_path):
-    many = [*chain(8, nbytes=MB // 4), block(9, nbytes=8 * MB)]  # the first six fill it, and carry the next two
+    many = [*chain(8, nbytes=MB // 4), block(9, nbytes=8 * MB)]  # the first seven fill it, and carry the next
     async with running(tmp_path, heard := Recorder(), budget=4 * MB) as tier:
         await spill(tier, *many)
-        assert (heard.stored, heard.removed) == (keys(*many[:6]), [])
-        assert heard.lost == dict.fromkeys(keys(*many[6:]), "no_room")
+        assert (heard.stored, heard.removed) == (keys(*many[:7]), [])
+        assert heard.lost == dict.fromkeys(keys(*many[7:]), "no_room")
 
 
 @pytest.mark.parametrize(("durability", "operations"), [

@@ -32,7 +32,6 @@ BLOCK_TOKENS = 16
 SYSTEM_MESSAGE = {"role": "system", "content": SYSTEM}
 
 Message = dict[str, str]
-Emit = Callable[..., None]
 
 
 class Unusable(Exception):
@@ -123,7 +122,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _stage(first: bool, data: Path, model: str | None, script: Script, emit: Emit) -> None:
+def _stage(first: bool, data: Path, model: str | None, script: Script, emit: Callable[..., None]) -> None:
     saved = data / "conversations.json"
     talks: dict[str, list[Message]] = {} if first else json.loads(saved.read_text())
     chat, token_bytes, longest = _load(model, script)
@@ -167,16 +166,16 @@ def _load(model: str | None, script: Script) -> tuple[Chat, int, int]:
         raise Unusable(f"{model or 'SmolLM2'} cannot be used as the model: {problem}") from None
 
 
-def _turn(chat: Chat, cache: TieredCache, agent: str, messages: list[Message], emit: Emit) -> None:
+def _turn(chat: Chat, cache: TieredCache, agent: str, messages: list[Message], emit: Callable[..., None]) -> None:
     turn = len(messages) // 2  # a system message, then pairs
     messages.append({"role": "user", "content": (AGENTS[agent], *FOLLOW_UPS)[turn]})
     ids = chat.prompt(messages)
     about = {"agent": agent, "turn": turn + 1, "prompt": len(ids)}
-    emit("cached", **about)
+    emit("step", **about, doing="with the cache")
     result = chat.cached(cache, ids)
     answer = chat.text(result["answer_tokens"])
     messages.append({"role": "assistant", "content": answer})
-    emit("cold", **about)
+    emit("step", **about, doing="without the cache, to compare")
     start = time.perf_counter()
     cold, first = chat.generate(ids, make_prompt_cache(chat.model))
     compared = {"cold_first_token": first - start, "cold_answer": chat.text(cold), "cold_answer_tokens": cold}

@@ -21,7 +21,7 @@ AGENTS = {
     "Cleo": "A student wants to see Cairo in January for as little money as possible. She arrives late at night, stays "
     "for four days, and hopes to take many photographs. Which country is Cairo the capital of?",
 }
-FOLLOW_UPS = ("Which river runs through it?", "Name something old to see there.", "And something good to eat?")
+FOLLOW_UPS = ("Which river flows there?", "Name something old to see there.", "And something good to eat?")
 
 
 class Script(NamedTuple):

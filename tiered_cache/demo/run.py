@@ -46,7 +46,7 @@ def run_demo(*, model: str | None, quick: bool, as_json: bool, data: Path | None
         _complain(e.args[1])
         return int(e.args[0])
     except OSError as e:
-        _complain(f"{e.filename or data} cannot be used: {e.strerror}")
+        _complain(f"{e.filename or data} cannot be used as the directory: {e.strerror}")
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -128,8 +128,8 @@ class View:
                 if not self.opened:
                     self.opened = event
                     self.line(
-                        f"Three agents share a system prompt, and RAM may hold little more than one conversation: "
-                        f"{format_size(event['ram_limit'])}. {event['model']} answers with the cache, then cold."
+                        f"Three agents share a system prompt; RAM may hold {format_size(event['ram_limit'])}, about "
+                        f"one conversation. {event['model']} answers each turn twice: with the cache, and cold"
                     )
             case "turn":
                 self.turns.append(event)
@@ -141,8 +141,8 @@ class View:
             case "end":
                 self.ended.append(event["stats"])
                 self.status.update("loading the model")
-            case how:
-                self.status.update(f"{event['agent']}, turn {event['turn']}, {event['prompt']} tokens: {how}")
+            case "step":
+                self.status.update(f"{event['agent']}, turn {event['turn']}: {event['prompt']} tokens {event['doing']}")
 
     def line(self, text: str) -> None:
         """Print a line of progress."""
@@ -160,14 +160,14 @@ class View:
                 row = {"first_token": figures[first], "computed": figures[computed], "prompt": figures["prompt"]}
                 speed_up = median(t["cold_first_token"] / t[first] for t in turns)
                 rows.append({"source": source, "turns": len(turns), **row, "speed_up": speed_up})
-        ssd = self.ended[-1]["ssd"]
-        equal = sum(t["equal"] for t in self.turns)
+        ssd, equal = self.ended[-1]["ssd"], [t["equal"] for t in self.turns]
+        files = {"files": ssd["blocks"], "file_bytes": ssd["file_bytes"], "state_bytes": ssd["raw_bytes"]}
         return {
             **self.opened,
             "rows": rows,
             "ram": {"limit": self.opened["ram_limit"], "peak": max(stats["ram"]["peak"] for stats in self.ended)},
-            "ssd": {"files": ssd["blocks"], "file_bytes": ssd["file_bytes"], "state_bytes": ssd["raw_bytes"]},
-            "answers": {"equal": equal, "unequal": len(self.turns) - equal},
+            "ssd": {**files, "ratio": ssd["file_bytes"] / max(1, ssd["raw_bytes"])},
+            "answers": {"equal": sum(equal), "unequal": len(equal) - sum(equal)},
             "seconds": time.monotonic() - self._start,
             "turns": self.turns,
             "stats": self.ended,
@@ -185,9 +185,9 @@ class View:
         self._console.print(table)
         ram, ssd, answers = report["ram"], report["ssd"], report["answers"]
         self._console.print(
-            "Medians. Cold: every turn, without the cache. Speed-up: against the same turns, cold.\n"
+            "Medians. cold: every turn, without the cache; speed-up: against the same turns.\n"
             f"RAM: limit {format_size(ram['limit'])}, peak {format_size(ram['peak'])}\n"
             f"SSD: {format_size(ssd['file_bytes'])} in {ssd['files']} files, for {format_size(ssd['state_bytes'])} of "
-            f"state (ratio {ssd['file_bytes'] / max(1, ssd['state_bytes']):.2f})\n"
+            f"state (ratio {ssd['ratio']:.2f})\n"
             f"answers: {answers['equal']} equal, {answers['unequal']} unequal"
         )
