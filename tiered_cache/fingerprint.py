@@ -15,7 +15,7 @@ from ssd_tier.buffers import view
 
 STATE_VERSION = 1  # raise when a state of an older version must not be met any more
 SAMPLES = 64  # values looked at in each parameter
-_STATE = {"_no_grad", "_training"}  # of a module: what it is doing, not what it is
+_FREQUENCIES = "_freqs"  # where rope modules keep theirs, out of the parameters
 
 
 def model_fingerprint(model: Any) -> str:
@@ -36,10 +36,11 @@ def model_fingerprint(model: Any) -> str:
     add("model", type(model).__module__, type(model).__qualname__)
     add(json.dumps(_plain(getattr(model, "args", None) or getattr(model, "config", None)), sort_keys=True))
     for name, module in sorted(_modules(model), key=lambda item: item[0]):
-        settings = {k: v for k, v in sorted(vars(module).items()) if k not in _STATE and _is_plain(v)}
+        settings = {k: v for k, v in sorted(vars(module).items()) if not k.startswith("_") and _is_plain(v)}
         add("module", name, type(module).__qualname__, json.dumps(_plain(settings), sort_keys=True))
-        if isinstance(module, dict):  # rotation frequencies and the like: kept, but not counted as parameters
-            arrays += [(f"{name}.{k}", v) for k, v in module.items() if k.startswith("_")]
+        # Other private values are derived from the weights, when first used.
+        if isinstance(module, dict) and _FREQUENCIES in module:
+            arrays.append((f"{name}.{_FREQUENCIES}", module[_FREQUENCIES]))
     names, samples = [], []
     for name, value in sorted(arrays, key=lambda item: item[0]):
         if isinstance(value, mx.array):
