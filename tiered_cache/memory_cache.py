@@ -5,13 +5,21 @@ It can be used alone, or as the upper tier of a `TieredCache`.
 
 from __future__ import annotations
 
+import os
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from tiered_cache import snapshot
 from tiered_cache.block_pool import BlockPool
+from tiered_cache.cache_helpers import dequantize as _dequantize_cache
+from tiered_cache.cache_helpers import is_trimmable as _is_cache_layer_trimmable
+from tiered_cache.cache_helpers import quantize as _quantize_cache
+from tiered_cache.cache_helpers import trim_offset as _trim_cache_offset
+from tiered_cache.cache_helpers import trim_to_offset as _trim_to_offset
 from tiered_cache.fingerprint import model_fingerprint as _compute_model_fingerprint
 from tiered_cache.layer_tree import Quantization
 from tiered_cache.metrics import MB, CacheStats, losses
@@ -29,6 +37,11 @@ __all__ = [
     "MemoryCacheConfig",
     "_array_memory",
     "_compute_model_fingerprint",
+    "_dequantize_cache",
+    "_is_cache_layer_trimmable",
+    "_quantize_cache",
+    "_trim_cache_offset",
+    "_trim_to_offset",
     "estimate_kv_cache_memory",
 ]
 
@@ -142,6 +155,25 @@ class MemoryAwarePrefixCache(RamTier):
             return chain.checkpoints.children.get(ids)
         path = self.pool.tree.walk(chain.root, ids)
         return path[-1] if sum(len(n.ids) for n in path) == len(ids) and anywhere(path[-1]) else None
+
+    def sequences(self) -> list[list[int]]:
+        """Token ids of the sequences that end in RAM, most recently used first. Any thread."""
+        with self.pool.lock:
+            mine = set(self._roots())
+            ends = [n for n in reversed(self.pool.resident()) if n.ends and n.root in mine]
+            chains = [b"".join(n.ids for n in end.path()) for end in ends]
+        return [array("q", ids).tolist() for ids in chains]
+
+    def save_to_disk(self, folder: str | os.PathLike[str]) -> bool:
+        """Write an explicit snapshot of RAM, files that mlx-lm's `load_prompt_cache` reads; False where that fails.
+
+        It has nothing to do with the SSD tier. Writes files: model's thread, between requests.
+        """
+        return snapshot.save(self, folder)
+
+    def load_from_disk(self, folder: str | os.PathLike[str]) -> int:
+        """Store what a snapshot of this model holds; how many sequences are new. Model's thread, between requests."""
+        return snapshot.load(self, folder)
 
     def clear(self) -> None:
         """Forget everything of this model in RAM, statistics included; what is on the SSD stays. Any thread."""
