@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from ssd_tier.buffers import Bytes, view
+from ssd_tier.buffers import Bytes, Scratch, view
 from ssd_tier.errors import BlobDamaged
 
 Codec = Literal["raw", "zstd"]
@@ -62,6 +62,7 @@ class _Coders(threading.local):
 
 
 _coders = _Coders()
+_scratch = Scratch()  # for a compressed plane: there is at most one in what `encode` makes
 
 
 def encode(data: Bytes, dtype: str, level: int | None) -> list[Part]:
@@ -85,6 +86,8 @@ def decode(parts: list[Part], dtype: str, out: Bytes) -> None:
     """
     if sum(p.raw_bytes for p in parts) != len(out):
         raise BlobDamaged("parts do not add up to the stated length")
+    if sum(p.codec == "zstd" for p in parts) > 1:
+        raise BlobDamaged("more than one compressed plane")
     planes = [_decompress(p) for p in parts]
     width = _WIDTH.get(dtype)
     if len(planes) == 1:
@@ -113,12 +116,17 @@ def _decompress(part: Part) -> Bytes:
         # The frame's own word comes first: max_output_size does not bound a frame that declares its size.
         if zstandard.get_frame_parameters(view(part.data)).content_size != part.raw_bytes:
             raise BlobDamaged("a compressed part declares another length than stated")
-        plain = _coders.decompressor.decompress(view(part.data), allow_extra_data=False)
+        plain = _scratch.take(part.raw_bytes)
+        with _coders.decompressor.stream_reader(view(part.data), read_across_frames=True) as reader:
+            done = 0
+            while done < len(plain) and (n := reader.readinto(plain[done:])):
+                done += n
+            rest = reader.read(1)
     except zstandard.ZstdError as e:
         raise BlobDamaged(f"a compressed part cannot be read ({e})") from e
-    if len(plain) != part.raw_bytes:
+    if done != part.raw_bytes or rest:  # stream readers accept what has been cut short
         raise BlobDamaged("a compressed part has another length than stated")
-    return np.frombuffer(plain, np.uint8)
+    return plain
 
 
 def _split16(x: npt.NDArray[np.uint16]) -> tuple[Bytes, Bytes]:

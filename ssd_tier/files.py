@@ -22,9 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import numpy as np
-
-from ssd_tier.buffers import Bytes, view
+from ssd_tier.buffers import Bytes, Scratch, view
 from ssd_tier.errors import BlobDamaged, DirectoryInUse, DirectoryUnusable
 
 Durability = Literal["cache", "batch", "full"]
@@ -59,6 +57,7 @@ class Directory:
         self.root = root
         self._lock_fd = lock_fd
         self._serial = itertools.count()
+        self._scratch = Scratch()
 
     @classmethod
     def own(cls, root: Path) -> Directory:
@@ -168,7 +167,7 @@ class Directory:
                 os.close(fd)
 
     def read(self, key: bytes, generation: int, nbytes: int) -> Bytes:
-        """A whole blob in one buffer, uint8 [nbytes].
+        """A whole blob in one buffer, uint8 [nbytes], which holds until the same thread reads the next one.
 
         Raises OSError, or `BlobDamaged` where it is no regular file of just `nbytes` bytes (checked before any read).
         """
@@ -186,7 +185,7 @@ class Directory:
                 raise BlobDamaged("not a regular file")
             if status.st_size != nbytes:
                 raise BlobDamaged(f"{status.st_size} bytes where {nbytes} are expected")
-            buffer = np.empty(nbytes, np.uint8)
+            buffer = self._scratch.take(nbytes)
             target, done = view(buffer), 0
             while done < nbytes:
                 self.hook("read", path.name)
