@@ -98,7 +98,8 @@ def read_state(cache: Sequence[Any], tokens: int) -> State:
     tensors = []
     for i, layer in enumerate(cache):
         if layer.offset != tokens:
-            raise Refused("coverage", f"layer {i} covers {layer.offset} tokens, not {tokens}")
+            said = f"layer {i} covers {layer.offset} tokens where {tokens} token ids were given"
+            raise Refused("coverage", f"{said}; give exactly the tokens that the state covers")
         for name, array in (("keys", layer.keys), ("values", layer.values)):
             if not isinstance(array, mx.array) or array.ndim != 4 or array.shape[2] < tokens:
                 raise Refused("coverage", f"layer {i}: {name} do not hold {tokens} tokens")
