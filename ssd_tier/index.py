@@ -36,6 +36,8 @@ _COUNT = (
     "ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
 )
 
+_REMEDY = "move it away (the next start is then with an empty cache, and removes the blobs) or choose another ssd.path"
+
 
 class Index:
     """The one writing connection. Its methods belong to the loop thread."""
@@ -187,5 +189,5 @@ def _unusable(path: Path, error: Any) -> IndexUnusable:
     if "locked" in str(error):
         return IndexUnusable(f"{path} is locked by another program; close that one first")
     if isinstance(error, sqlite3.DatabaseError) and "not a database" in str(error):
-        return IndexUnusable(f"{path} is not an SQLite database; move it away or choose another ssd.path")
-    return IndexUnusable(f"{path} cannot be used as an index ({error}); move it away or choose another ssd.path")
+        return IndexUnusable(f"{path} is not an SQLite database; {_REMEDY}")
+    return IndexUnusable(f"{path} cannot be used as an index ({error}); {_REMEDY}")

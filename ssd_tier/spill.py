@@ -187,6 +187,8 @@ class SpillWriter:
         """Write blocks whose ancestors are stored; return the others with the reason. Raises OSError, sqlite3.Error."""
         lost = self._orphans(blocks)
         blocks = [b for b in blocks if b.key not in lost]
+        if not blocks:
+            return lost
         encoded = await asyncio.gather(*(self._run(encode_blob, b, self._level) for b in blocks))
         sizes = [sum(len(p) for p in parts) for parts in encoded]
         spare = {key for b in blocks for key in self._catalog.chain(b.parent)}

@@ -90,6 +90,12 @@ class SSDTier:
                 durability=self.options.durability,
             )
             await self.writer.make_room(0, set())
+            if evicted := self.counters["blocks_evicted"]:
+                log.warning(
+                    "ssd: %s held more than ssd.budget and ssd.min_free allow: %d blocks removed",
+                    self.options.path,
+                    evicted,
+                )
         except BaseException:
             await self._index.close()
             raise

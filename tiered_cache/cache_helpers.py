@@ -93,8 +93,8 @@ def _dense(layer: Any) -> Any:
         return layer
     new = KVCache()
     new.keys, new.values = (
-        mx.dequantize(*(_head(part, layer.offset) for part in value), group_size=layer.group_size, bits=layer.bits)
-        for value in (layer.keys, layer.values)
+        mx.dequantize(weights, scales, biases, layer.group_size, layer.bits)
+        for weights, scales, biases in (_head(v, layer.offset) for v in (layer.keys, layer.values))
     )
     new.offset = layer.offset
     return new

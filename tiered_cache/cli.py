@@ -179,7 +179,7 @@ def config_init(
 
 @config_app.command("show")
 def config_show(config: ConfigFile = None, as_json: Json = False) -> None:
-    """Show the values in force and where each comes from."""
+    """Show the values in force with this file (without one: the defaults) and where each comes from."""
     settings = Config.load(config).effective()
     if as_json:
         return print_json({s.key: {"value": s.value, "origin": s.origin} for s in settings})

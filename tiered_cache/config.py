@@ -113,7 +113,7 @@ class RamSection(_Frozen):
     max_memory_percent: float = _key(0.2, "Share of the available RAM. Set this or max_memory, not both.", gt=0, le=1)
     max_entries: int = _key(1000, "Most sequences to keep in RAM.", ge=1)
     min_prefix_tokens: int = _key(128, "Shorter sequences are neither stored nor matched.", ge=1)
-    kv_quantize: Literal[False] = _key(False, "Quantize.", title="false; this version has no quantized storage")
+    kv_quantize: bool = _key(False, "Store keys and values quantized: less RAM and disk, and answers may differ.")
     kv_bits: Literal[2, 3, 4, 5, 6, 8] = _key(8, "Bits per quantized value.")
     kv_group_size: Literal[32, 64, 128] = _key(64, "Quantized values that share one scale.")
     kv_min_quantize_tokens: int = _key(256, "Shorter sequences are not quantized.", ge=0)
@@ -129,19 +129,29 @@ class RamSection(_Frozen):
 class SsdSection(_Frozen):
     enabled: bool = _key(True, "Keep on the SSD what RAM has no room for, also across restarts.")
     path: DetectedPath = _key(None, "Directory; ~ and $VARS work; relative to this file. Detected: the user's cache.")
-    budget: DetectedSize = _key(None, "Disk space to use. Left out: 50 GB, at most 10 %.", examples=["50GB"])
-    min_free: DetectedSize = _key(None, "Disk space to leave free. Left out: 5 GB, at most 2 %.", examples=["5GB"])
-    write: Literal["evict", "through"] = _key("evict", "Write what is about to leave RAM, or all that is stored.")
+    budget: DetectedSize = _key(
+        None, "Most bytes of all files. Left out: 50 GB, at most 10 % of the disk.", examples=["50GB"])
+    min_free: DetectedSize = _key(
+        None, "Disk space to leave free. Left out: 5 GB, at most 2 % of it.", examples=["5GB"])
+    write: Literal["evict", "through"] = _key("evict", "When to write: as blocks are about to leave RAM, or at once.")
     compression: str = _key("zstd:1", "Higher levels are slower and hardly smaller.",
                             pattern=r"^(none|zstd:([1-9]|1[0-9]))$", title='"none" or "zstd:1" to "zstd:19"')
-    durability: Literal["cache", "batch", "full"] = _key("cache", "A power loss costs recent data, a batch, nothing.")
+    durability: Literal["cache", "batch", "full"] = _key(
+        "cache", "Power loss: cache, nothing was synced; batch, costs the last batch; full, nothing.")
     spill_queue: DetectedSize = _key(None, "RAM for what waits to be written. Detected: 1/8 of the limit, up to 1 GiB.")
+    @model_validator(mode="after")
+    def _room_for_an_index(self) -> SsdSection:
+        if self.budget is not None and self.budget < 4_000_000:
+            raise ConfigError(f"ssd.budget = {self.budget}: must be 4 MB at least; the index alone takes half of that")
+        return self
+
     close_deadline: Annotated[float, DURATION] = _key(10.0, "Longest that closing may take to save what RAM holds.")
 
 
 class PromotionSection(_Frozen):
     policy: Literal["always", "never"] = _key("always", "Bring back to RAM what only the SSD holds.")
-    deadline: Annotated[float, DURATION] = _key(30.0, "A promotion that takes longer is given up and counts as a miss.")
+    deadline: Annotated[float, DURATION] = _key(
+        30.0, "A promotion that takes longer ends with what has arrived. 0: no deadline.")
 
 
 class Config(_Frozen):
@@ -258,9 +268,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        hint = f"; `tiered-cache config init {path}` writes one" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}{hint}") from None
     except ValueError as error:
-        raise ConfigError(f"{path}: not valid TOML in UTF-8: {error}") from None
+        raise ConfigError(f"{path}: not valid TOML in UTF-8 (sizes and durations need quotes): {error}") from None
 
 
 def _sentence(problem: Any) -> str:

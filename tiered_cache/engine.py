@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,8 @@ from tiered_cache.promotion import Promoter, Promotion
 
 T = TypeVar("T")
 log = logging.getLogger("tiered_cache")
+
+_UNCLOSED = "a TieredCache was not closed: what only RAM held is lost; use `with`, or call close()"
 
 
 class LoopThread:
@@ -114,14 +117,15 @@ class Runtime:
             thread.stop()
             raise
         self.tier, self._loop_thread = tier, thread
+        self._unclosed = weakref.finalize(self, log.warning, _UNCLOSED)  # says so at the latest when Python ends
         self.pool.attach(tier, tier.catalog)
         if config.promotion.policy == "always":
             self.promoter = Promoter(self.pool, tier, thread.loop, config.promotion.deadline)
 
     def flush(self, timeout: float | None) -> bool:
-        """Write all that RAM holds now; False where `timeout` seconds were not enough."""
+        """Write all that RAM holds now; False where not all of it is on the SSD after `timeout` seconds."""
         if not (self.tier and self._loop_thread) or self._closed:
-            return True
+            return False
         return self._loop_thread.run(self._flush(self.tier, timeout))
 
     async def _flush(self, tier: SSDTier, timeout: float | None) -> bool:
@@ -157,6 +161,7 @@ class Runtime:
         tier, thread = self.tier, self._loop_thread
         if tier is None or thread is None:
             return
+        self._unclosed.detach()
         try:
             if self.promoter:
                 thread.run(self.promoter.close())
@@ -177,7 +182,7 @@ class TieredCache:
     """Attention state of a model in RAM and on the SSD. See `open`.
 
     `fetch`, `store` and a promotion's `result` belong to the thread that runs the model; all else may be called from
-    any thread. None of them waits for a disk, but `flush`, `close` and `result` do what their names say.
+    any thread. None of them touches a disk; `flush`, `close` and `result` wait for threads that do.
     """
 
     def __init__(self, runtime: Runtime, model: Any, *, owner: bool, label: str | None = None) -> None:
@@ -259,8 +264,10 @@ class TieredCache:
         return Handoff(self.ram, self._runtime.promoter, on_ready)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all that is stored so far is on the SSD; False after `timeout` seconds. Not the model's thread, or
-        between requests.
+        """Wait until all that is stored so far is on the SSD.
+
+        False where it is not after `timeout` seconds, where the SSD had no room for some of it, and where there is no
+        SSD tier (any more). It waits, so do not call it on the model's thread except between requests.
         """
         return self._runtime.flush(timeout)
 

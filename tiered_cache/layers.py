@@ -111,7 +111,8 @@ def read_state(cache: Sequence[Any], tokens: int, quantization: Quantization | N
             leaf["empty"] = True  # a layer that the model has and does not use
             continue
         if isinstance(offset, int) and offset != tokens:
-            raise Refused("coverage", f"layer {place} covers {offset} tokens, not {tokens}")
+            said = f"layer {place} covers {offset} tokens where {tokens} token ids were given"
+            raise Refused("coverage", f"{said}; give exactly the tokens that the state covers")
         if kind.rows:
             names += _rows_of(place, layer, leaf, kind.rows, tokens)
         else:

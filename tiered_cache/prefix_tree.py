@@ -24,6 +24,8 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     """Token ids as int64 little-endian bytes. Raises OverflowError or TypeError for what is no such id."""
     if isinstance(tokens, str | bytes | bytearray | memoryview):  # whose memory `array` would take as it is
         raise TypeError(f"token ids must be integers, not {type(tokens).__name__}")
+    if getattr(tokens, "ndim", 1) != 1:
+        raise TypeError(f"token ids must be one-dimensional, not {getattr(tokens, 'ndim', None)}-dimensional")
     return array("q", tokens).tobytes()
 
 

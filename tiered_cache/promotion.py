@@ -162,6 +162,8 @@ class Promoter:
                 promotion.cancel()
                 self.counters["lost_no_memory"] += 1
                 return None
+            if reach < both.tokens:
+                self.counters["lost_no_memory"] += 1  # of a part
             for read in reads:
                 read.promotions.append(promotion)
                 promotion._waiting.add(read.node.key)

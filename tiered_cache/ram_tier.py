@@ -232,17 +232,22 @@ class RamTier:
         False, and a counter with the reason, for what is too short, too large, or cannot be restored. `evict_prefixes`
         drops the shorter tail that this sequence continues. Never raises for what a model hands it. Model's thread.
         """
-        if not len(tokens) or cache is None or not len(cache):
-            return self._refuse("empty", None)
-        if len(tokens) < self.min_prefix_tokens:
-            return self._refuse("too_short", None)
-        quantization = self.quantization if len(tokens) >= self.min_quantize_tokens else None
         try:
             ids = token_bytes(tokens)
+        except (OverflowError, TypeError) as e:
+            return self._refuse("tokens", str(e))
+        try:
+            if not ids or cache is None or not len(cache):
+                return self._refuse("empty", None)
+            if len(tokens) < self.min_prefix_tokens:
+                return self._refuse("too_short", None)
+            quantization = self.quantization if len(tokens) >= self.min_quantize_tokens else None
             state = layers.read_state(cache, len(tokens), quantization)
         except Refused as e:
             return self._refuse(e.reason, str(e))
         except Exception as e:  # whatever a host's layers raise: their state is not stored, and the host goes on
+            if "no Stream" in str(e):
+                return self._refuse("thread", "store was not called on the thread that runs the model")
             return self._refuse("error", f"{type(e).__name__}: {e}")
         classes = layer_tree.plain(state.layout.classes)
         if classes not in self._classes:
@@ -347,4 +352,4 @@ class RamTier:
         """Tell a person, once for each reason, why this model's state is not cached."""
         if reason not in self._reported:
             self._reported.add(reason)
-            log.warning("%s: this model's state is not cached: %s", self.label, message)
+            log.warning("%s: a state was not stored: %s (further ones: refused_%s)", self.label, message, reason)

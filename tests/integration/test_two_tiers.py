@@ -144,7 +144,7 @@ def test_nothing_stored_is_read_from_ram_after_it_was_evicted_without_an_ssd(mak
         tokens = random_tokens(600, 1)
         assert cache.store(tokens, state_of(tokens))
         assert cache.promote(tokens) is None
-        assert cache.flush(1)
+        assert not cache.flush(1), "there is nothing to write to"
         assert reuse(cache, tokens)[1] == 599
         assert cache.stats()["ssd"] == {"on": False, "off_because": "ssd.enabled is false"}
 

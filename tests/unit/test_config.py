@@ -145,8 +145,10 @@ def test_all_problems_of_a_file_are_told_at_once_each_with_the_file(tmp_path):
     (b"[ssd]\nbudget = 8GB\n", "line 2"), (b"[ssd]\n[ssd]\n", "line 2"), (b"[ssd]\n# \xff\n", "position 8")])
 def test_a_file_that_cannot_be_read(tmp_path, content, told):
     path = write(tmp_path, content)
-    assert re.match(f"{re.escape(str(path))}: not valid TOML in UTF-8: .*{told}", refusal(path))
-    assert refusal(tmp_path / "none.toml") == f"{tmp_path / 'none.toml'}: cannot be read: No such file or directory"
+    assert re.match(f"{re.escape(str(path))}: not valid TOML in UTF-8 .*{told}", refusal(path))
+    none = tmp_path / "none.toml"
+    told = f"{none}: cannot be read: No such file or directory; `tiered-cache config init {none}` writes one"
+    assert refusal(none) == told
     assert refusal(str(tmp_path)) == f"{tmp_path}: cannot be read: Is a directory"
 
 

@@ -86,8 +86,8 @@ async def test_a_fresh_index_is_made_and_opens_again_with_its_rows(path, empty_f
     (lambda p: run(p, "PRAGMA application_id = 7"), "is another program's database; move it away or"),
     (lambda p: run(p, f"PRAGMA application_id = {APPLICATION_ID + 1}", "CREATE TABLE block (key)"), "is another prog"),
     (lambda p: run(p, "CREATE TABLE note (text)", "INSERT INTO note VALUES ('mine')"), "is another program's database"),
-    (lambda p: p.write_text("to do: buy milk\n"), "is not an SQLite database; move it away or"),
-    (lambda p: p.write_text("buy milk\n" * 9999), "is not an SQLite database; move it away or"),
+    (lambda p: p.write_text("to do: buy milk\n"), "is not an SQLite database; move it away ("),
+    (lambda p: p.write_text("buy milk\n" * 9999), "is not an SQLite database; move it away ("),
     (lambda p: p.mkdir(), "is not a regular file; move it away or"),
     (lambda p: os.mkfifo(p), "is not a regular file; move it away or"),
     (lambda p: p.symlink_to("elsewhere"), "cannot be used as an index (")])
