@@ -2,8 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := .venv-oldest
+# What an older mlx-lm could break: the layers, their storage, and every model it has.
+OLDEST_TESTS := tests/unit/test_layers.py tests/unit/test_layer_kinds.py tests/unit/test_memory_cache.py \
+	tests/integration/test_two_tiers.py tests/slow/test_zoo.py
 
-.PHONY: demo test unit integration slow lint bench clean
+.PHONY: demo test unit integration slow oldest lint bench clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tiered-cache needs Python 3.11 or newer; run: make PYTHON=python3.11")'
@@ -19,7 +23,7 @@ $(VENV)/demo-model: $(VENV)/ready
 demo: $(VENV)/demo-model  ## the main job on a real model; DEMO="--quick" for a short one
 	$(BIN)/tiered-cache demo $(DEMO)
 
-test: lint unit integration slow  ## everything that must pass
+test: lint unit integration slow oldest  ## everything that must pass
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -34,8 +38,17 @@ integration: $(VENV)/ready
 slow: $(VENV)/demo-model
 	$(BIN)/python -m pytest -q -m slow tests/slow
 
+# The oldest mlx-lm that pyproject.toml allows, in an environment of its own.
+$(OLDEST)/ready: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' 'mlx-lm==0.31.3'
+	touch $@
+
+oldest: $(OLDEST)/ready
+	$(OLDEST)/bin/python -m pytest -q -m "slow or not slow" $(OLDEST_TESTS)
+
 bench: $(VENV)/demo-model
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -23,10 +23,11 @@ from tiered_cache.cache_helpers import trim_to_offset as _trim_to_offset
 from tiered_cache.fingerprint import model_fingerprint as _compute_model_fingerprint
 from tiered_cache.layer_tree import Quantization
 from tiered_cache.metrics import MB, CacheStats, losses
+from tiered_cache.plans import Chain
 from tiered_cache.prefix_tree import Node, anywhere, in_ram
 from tiered_cache.pricing import array_bytes as _array_memory
 from tiered_cache.pricing import price as estimate_kv_cache_memory
-from tiered_cache.ram_tier import Chain, RamTier
+from tiered_cache.ram_tier import RamTier
 
 if TYPE_CHECKING:
     from ssd_tier import SSDTier
@@ -164,6 +165,11 @@ class MemoryAwarePrefixCache(RamTier):
             chains = [b"".join(n.ids for n in end.path()) for end in ends]
         return [array("q", ids).tolist() for ids in chains]
 
+    @property
+    def free_bytes(self) -> int:
+        """RAM that is free under the limit. Any thread."""
+        return self.pool.ledger.free
+
     def save_to_disk(self, folder: str | os.PathLike[str]) -> bool:
         """Write an explicit snapshot of RAM, files that mlx-lm's `load_prompt_cache` reads; False where that fails.
 
@@ -244,7 +250,7 @@ class MemoryAwarePrefixCache(RamTier):
             here, both = self.plan(request, in_ram), self.plan(request, anywhere)
             if both.tokens <= here.tokens or both.tokens < self.min_prefix_tokens:
                 return None
-            kind, last = self.kind(both, len(tokens)), both.nodes[-1]
+            kind, last = both.kind(len(tokens)), both.nodes[-1]
             return {
                 "match_type": "lcp" if kind == "supersequence" else kind,
                 "matched_tokens": both.tokens,

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 from ssd_tier import Block, TensorSpec
 from ssd_tier.buffers import Bytes
@@ -15,47 +15,12 @@ from tiered_cache import fingerprint, layer_tree, layers
 from tiered_cache.block_pool import BlockPool
 from tiered_cache.layer_tree import Quantization, Refused
 from tiered_cache.metrics import CacheStats
+from tiered_cache.plans import Chain, Plan, Prepared, best_plan
 from tiered_cache.prefix_tree import Node, in_ram, token_bytes
 
 log = logging.getLogger("tiered_cache")
 
 WHOLE = -1  # stands for the checkpoint among the numbers of blocks
-
-
-class Chain(NamedTuple):
-    """One namespace of a model: the root of its blocks, and the root of its checkpoints where it has layers kept whole.
-
-    A checkpoint is a block of its own kind: all of its tokens are its name, and it hangs on nothing.
-    """
-
-    root: Node
-    checkpoints: Node | None
-    is_cut: bool  # it has layers that are cut by token, so blocks
-
-
-class Prepared(NamedTuple):
-    """A request as the tree sees it: where to look, its token ids as bytes, how many of them may be reused."""
-
-    chains: list[Chain]
-    ids: bytes
-    limit: int
-
-
-class Plan(NamedTuple):
-    """What a request can reuse: blocks, first one first, and a checkpoint; together they cover `tokens` tokens."""
-
-    chain: Chain | None
-    blocks: list[Node]
-    checkpoint: Node | None
-    tokens: int
-
-    @property
-    def nodes(self) -> list[Node]:
-        """Everything that must be in RAM. The checkpoint comes first, so that it is used last, and kept longest."""
-        return [self.checkpoint, *self.blocks] if self.checkpoint else self.blocks
-
-
-NOTHING = Plan(None, [], None, 0)
 
 
 class RamTier:
@@ -110,7 +75,7 @@ class RamTier:
         pool = self.pool
         with pool.lock:
             plan = self.plan(request, in_ram)
-            kind = self.kind(plan, len(tokens))
+            kind = plan.kind(len(tokens))
             if plan.tokens < self.min_prefix_tokens or plan.chain is None:
                 short = "miss_short_lcp" if kind == "lcp" else "miss_short_prefix"
                 return self._miss(short if plan.tokens else "miss", tokens)
@@ -155,37 +120,7 @@ class RamTier:
 
     def plan(self, request: Prepared, usable: Callable[[Node], bool]) -> Plan:
         """The most that can be reused of what is usable (`in_ram` or `anywhere`). Changes nothing; holds the lock."""
-        plans = [self._plan(chain, request, usable) for chain in request.chains]
-        return max(plans, key=lambda p: p.tokens, default=NOTHING)
-
-    def _plan(self, chain: Chain, request: Prepared, usable: Callable[[Node], bool]) -> Plan:
-        limit = request.limit
-        if chain.checkpoints is None:
-            match = self.pool.match(chain.root, request.ids, usable, limit)
-            return Plan(chain, match.nodes, None, match.tokens)
-        found = chain.checkpoints.resident if usable is in_ram else chain.checkpoints.children
-        while limit > 0:
-            node = found.longest(request.ids[: limit * TOKEN_BYTES], usable)
-            if node is None:
-                break
-            if not chain.is_cut:
-                return Plan(chain, [], node, node.tokens)
-            match = self.pool.match(chain.root, request.ids, usable, node.tokens)
-            if match.tokens == node.tokens:
-                return Plan(chain, match.nodes, node, node.tokens)
-            limit = min(node.tokens - 1, match.tokens)
-        return NOTHING
-
-    def kind(self, plan: Plan, tokens: int) -> str:
-        """How a plan relates to what is stored: exact, supersequence, prefix, lcp or miss."""
-        if not plan.tokens:
-            return "miss"
-        # What came back from the SSD has no mark of an end, but a leaf is one.
-        last = plan.checkpoint or plan.blocks[-1]
-        ends = plan.tokens == last.start + last.tokens and (last.ends or not len(last.children))
-        if plan.tokens == tokens:
-            return "exact" if ends else "supersequence"
-        return "prefix" if ends else "lcp"
+        return best_plan(self.pool.match, request, usable)
 
     def _miss(self, kind: str, tokens: Sequence[int]) -> tuple[None, Sequence[int]]:
         self._stats.misses += 1

@@ -13,20 +13,41 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-if TYPE_CHECKING:
-    from tiered_cache.memory_cache import MemoryAwarePrefixCache
+
+class Cache(Protocol):
+    """What is needed of a RAM tier."""
+
+    fingerprint: str
+
+    @property
+    def free_bytes(self) -> int:
+        """RAM that is free."""
+
+    def sequences(self) -> list[list[int]]:
+        """Token ids of what is held, most recently used first."""
+
+    def fetch(self, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
+        """The state for all of these tokens."""
+
+    def store(self, tokens: Sequence[int], cache: Sequence[Any]) -> bool:
+        """Keep a state."""
+
+    def __contains__(self, tokens: Sequence[int]) -> bool:
+        """Whether a sequence is held."""
+
 
 log = logging.getLogger("tiered_cache")
 
 FORMAT, VERSION = "tiered-cache-snapshot", 1
 
 
-def save(cache: MemoryAwarePrefixCache, folder: str | os.PathLike[str]) -> bool:
+def save(cache: Cache, folder: str | os.PathLike[str]) -> bool:
     """Write what RAM holds of this model, most recently used first; False, and a warning, where that fails."""
     target = Path(folder)
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -57,7 +78,7 @@ def save(cache: MemoryAwarePrefixCache, folder: str | os.PathLike[str]) -> bool:
     return True
 
 
-def load(cache: MemoryAwarePrefixCache, folder: str | os.PathLike[str]) -> int:
+def load(cache: Cache, folder: str | os.PathLike[str]) -> int:
     """Store what a snapshot holds, most recently used last; return how many sequences are new.
 
     Another version or model is refused, a damaged file passed over, with a warning. What does not fit is left out.
@@ -69,7 +90,7 @@ def load(cache: MemoryAwarePrefixCache, folder: str | os.PathLike[str]) -> int:
         if said != (FORMAT, VERSION, cache.fingerprint):
             raise ValueError("it is of another version or model")
         entries: list[dict[str, Any]] = index["sequences"]
-        fitting, room = [], cache.pool.ledger.free
+        fitting, room = [], cache.free_bytes
         for entry in entries:  # most recent first, as far as there is room
             room -= (path / Path(entry["file"]).name).stat().st_size
             if room < 0:
