@@ -25,6 +25,13 @@ CREATE TABLE namespace (
     model  TEXT NOT NULL                                            -- a label for people
 ) STRICT, WITHOUT ROWID;
 
+-- What the layers of a namespace's states are, for those that are not the model's own: a host that quantizes, say.
+CREATE TABLE layers (
+    namespace BLOB PRIMARY KEY CHECK (length(namespace) = 32),
+    origin    TEXT NOT NULL,                                        -- the model's fingerprint
+    classes   TEXT NOT NULL                                         -- JSON
+) STRICT, WITHOUT ROWID;
+
 -- Sums over all runs, for `tiered-cache stats`.
 CREATE TABLE counter (
     name  TEXT PRIMARY KEY,

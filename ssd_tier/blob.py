@@ -60,8 +60,8 @@ class Block:
     """A block as it stands in RAM: `data` is uint8, the tensors' bytes one after the other.
 
     `tokens` are the block's own token ids (int64 little-endian), `start` how many tokens come before it, `classes` what
-    the layers are (opaque here), `model` a label for people, `replaces` keys that are of no use once this one is
-    stored.
+    the layers are (opaque here), `model` a label for people, `origin` who made it (opaque, too), `replaces` keys that
+    are of no use once this one is stored.
     """
 
     key: bytes
@@ -74,6 +74,7 @@ class Block:
     data: Bytes
     model: str = ""
     replaces: tuple[bytes, ...] = ()
+    origin: str = ""
 
     @property
     def nbytes(self) -> int:

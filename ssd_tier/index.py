@@ -75,9 +75,12 @@ class Index:
         removed: Iterable[bytes] = (),
         touched: Sequence[Entry] = (),
         models: Mapping[bytes, str] | None = None,
+        layers: Mapping[bytes, tuple[str, str]] | None = None,
         counters: Mapping[str, int] | None = None,
     ) -> None:
-        """All of it in one transaction, or nothing. `counters` are added to what is there. Raises sqlite3.Error.
+        """All of it in one transaction, or nothing.
+
+        `layers`: origin and classes of namespaces. `counters` are added to what is there. Raises sqlite3.Error.
 
         Cancelling it does not take it back: it is carried to its end.
         """
@@ -94,6 +97,10 @@ class Index:
             ("INSERT OR REPLACE INTO block_tokens (key, ids) VALUES (?, ?)", [(e.key, e.ids) for e in added]),
             ("UPDATE block SET seq = ?, hits = ? WHERE key = ?", [(e.seq, e.hits, e.key) for e in touched]),
             ("INSERT OR REPLACE INTO namespace (digest, model) VALUES (?, ?)", list((models or {}).items())),
+            (
+                "INSERT OR REPLACE INTO layers (namespace, origin, classes) VALUES (?, ?, ?)",
+                [(k, *v) for k, v in (layers or {}).items()],
+            ),
             (_COUNT, list((counters or {}).items())),
         ]
         # Cancelling an await does not take back its statement, and would leave the transaction open.
@@ -165,6 +172,12 @@ def read_entries(connection: sqlite3.Connection) -> list[Entry]:
 def read_models(connection: sqlite3.Connection) -> dict[bytes, str]:
     """The label of each namespace's model."""
     return dict(connection.execute("SELECT digest, model FROM namespace"))
+
+
+def read_layers(path: Path) -> dict[bytes, tuple[str, str]]:
+    """Origin and classes of each namespace. Blocks; before the loop runs. Raises `IndexUnusable`."""
+    with read_only(path) as connection:
+        return {k: (o, c) for k, o, c in connection.execute("SELECT namespace, origin, classes FROM layers")}
 
 
 def read_counters(connection: sqlite3.Connection) -> dict[str, int]:

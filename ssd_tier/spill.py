@@ -222,9 +222,10 @@ class SpillWriter:
             if self._durability != "cache":
                 await self._run(self._directory.sync_names, list(added))
             models = {b.namespace: b.model for b in blocks if self._models.get(b.namespace) != b.model}
+            layers = {b.namespace: (b.origin, b.classes) for b in blocks if b.namespace in models}
             for entry in added.values():
                 self._catalog.add(entry)
-            await self._commit(added=list(added.values()), models=models)
+            await self._commit(added=list(added.values()), models=models, layers=layers)
             self._models.update(models)
         except BaseException:
             for key in added:
@@ -280,14 +281,21 @@ class SpillWriter:
         await self._commit()
 
     async def _commit(
-        self, *, added: Sequence[Entry] = (), removed: Sequence[bytes] = (), models: dict[bytes, str] | None = None
+        self,
+        *,
+        added: Sequence[Entry] = (),
+        removed: Sequence[bytes] = (),
+        models: dict[bytes, str] | None = None,
+        layers: dict[bytes, tuple[str, str]] | None = None,
     ) -> None:
         new = {e.key for e in added}
         counters = Counter(self._counters)
         change = counters - self._saved
         touched = [e for e in self._catalog.take_changed() if e.key not in new]
         try:
-            await self._index.apply(added=added, removed=removed, touched=touched, models=models, counters=change)
+            await self._index.apply(
+                added=added, removed=removed, touched=touched, models=models, layers=layers, counters=change
+            )
         except BaseException:
             self._catalog.put_changed(touched)
             raise

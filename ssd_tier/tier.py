@@ -17,7 +17,7 @@ from ssd_tier.budget import Budget
 from ssd_tier.catalog import Catalog
 from ssd_tier.errors import BlobDamaged, IndexUnusable
 from ssd_tier.files import Directory, Durability
-from ssd_tier.index import Index, prepare
+from ssd_tier.index import Index, prepare, read_layers
 from ssd_tier.reader import read_block
 from ssd_tier.recovery import recover
 from ssd_tier.spill import Listener, SpillQueue, SpillWriter
@@ -54,6 +54,7 @@ class SSDTier:
         self._directory = Directory.own(options.path)
         try:
             rows = prepare(self._directory.index_path)
+            self.layers = read_layers(self._directory.index_path)  # of namespaces: origin and classes
             self._recovered = recover(self._directory, rows)
         except OSError as e:
             self._directory.close()

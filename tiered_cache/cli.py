@@ -94,7 +94,8 @@ def show(
         }
         for b in sequence.blocks
     ]
-    classes = json.loads(info.classes)
+    tree = json.loads(info.classes)
+    classes = class_names(tree["layers"] if isinstance(tree, dict) else tree)  # of a checkpoint, of a block
     state: dict[str, Any] = {
         "layers": len(classes),
         "classes": sorted(set(classes)),
@@ -187,6 +188,11 @@ def config_show(config: ConfigFile = None, as_json: Json = False) -> None:
     for s in settings:
         table.add_row(s.key, s.shown, s.origin)
     show_table(table)
+
+
+def class_names(tree: list[dict[str, Any]]) -> list[str]:
+    """The class of each layer, those inside lists among them."""
+    return [name for node in tree for name in (class_names(node["caches"]) if "caches" in node else [node["class"]])]
 
 
 def inspect(config: Path | None, path: Path | None) -> Inspection:

@@ -209,6 +209,8 @@ class TieredCache:
             classes=classes,
             label=label,
         )
+        if runtime.tier:
+            self.ram.know(runtime.tier.layers.values())
         if refused:
             self.ram.report(refused.reason, str(refused))
 

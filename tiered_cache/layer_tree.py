@@ -47,6 +47,16 @@ def plain(classes: str) -> str:
     return dump([strip(node) for node in json.loads(classes)])
 
 
+def plain_of(classes: str) -> str | None:
+    """`plain` of what a block or a checkpoint has written; None where it is nothing that this program knows."""
+    try:
+        tree = json.loads(classes)
+        tree = tree["layers"] if isinstance(tree, dict) else tree
+        return plain(dump(tree)) if all(kind_named(leaf["class"]) for _, leaf in leaves(tree)) else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
 def single(cache: Sequence[Any]) -> list[Any]:
     """Batches of one sequence as the layers of that sequence, all else as it is. Raises `Refused` for larger batches.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -13,7 +13,7 @@ from ssd_tier.buffers import Bytes
 from ssd_tier.keys import TOKEN_BYTES
 from tiered_cache import fingerprint, layer_tree, layers
 from tiered_cache.block_pool import BlockPool
-from tiered_cache.layer_tree import Quantization, Refused
+from tiered_cache.layer_tree import Quantization, Refused, plain_of
 from tiered_cache.metrics import CacheStats
 from tiered_cache.plans import Chain, Plan, Prepared, best_plan
 from tiered_cache.prefix_tree import Node, in_ram, token_bytes
@@ -146,6 +146,12 @@ class RamTier:
                 chain = self._known[key] = Chain(root, checkpoints, is_cut)
         return chain
 
+    def know(self, layers_stored: Iterable[tuple[str, str]]) -> None:
+        """States that an earlier run of this model stored: (fingerprint, classes), as the SSD tier has them."""
+        for origin, classes in layers_stored:
+            if origin == self.fingerprint and (found := plain_of(classes)) and found not in self._classes:
+                self._classes.append(found)
+
     def _chains(self, tenant: str | None) -> list[Chain]:
         """Where states of this model may lie: its own layers' namespace first, then those that a host has stored."""
         return [
@@ -253,7 +259,8 @@ class RamTier:
             tensors=tensors,
             classes=classes,
             data=data,
-            model=self.label,
+            origin=self.fingerprint,
+            model=f"{self.label} (checkpoint)" if node.root.is_checkpoints else self.label,
         )
 
     def _finish(self, path: list[Node], end: Node, evict_prefixes: bool) -> None:

@@ -316,3 +316,15 @@ def test_a_cache_that_is_never_closed_says_so(make_config):
     command = [sys.executable, "-c", script, json.dumps(make_config())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "was not closed" in done.stderr
+
+
+def test_states_of_other_layers_than_the_models_own_are_found_after_a_restart(make_config):
+    from mlx_lm.models.cache import QuantizedKVCache
+
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        state = [layer.to_quantized(group_size=32, bits=8) for layer in state_of(A, dim=32)]
+        assert cache.store(A, state)
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        restored, remaining = cache.promote(A).result(10)
+        assert remaining == A[-1:]
+        assert {type(layer) for layer in restored} == {QuantizedKVCache}

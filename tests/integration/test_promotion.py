@@ -146,7 +146,8 @@ def test_a_failing_disk_is_a_miss(stored, make_config, monkeypatch):
 
 def test_a_damaged_block_ends_the_prefix_before_it(stored, make_config, tmp_path):
     with TieredCache.open(make_config(), model=MODEL) as cache:
-        node = cache.ram.pool.tree.walk(cache.ram.root(None), b"".join(t.to_bytes(8, "little") for t in stored[0]))[2]
+        root = cache.ram.chain(None, cache.ram._classes[0]).root
+        node = cache.ram.pool.tree.walk(root, b"".join(t.to_bytes(8, "little") for t in stored[0]))[2]
         assert node.entry
         (file,) = (tmp_path / "cache" / "blobs").rglob(f"{node.key.hex()}-*")
         content = bytearray(file.read_bytes())

@@ -16,9 +16,9 @@ import pytest
 from ssd_tier import codec, files, index
 from tests.models import prefill, random_tokens, tiny_llama
 from tests.states import ShapeOnlyModel, state_of
-from tiered_cache import TieredCache, fingerprint, layers
+from tiered_cache import TieredCache, cache_helpers, fingerprint, layers, pricing
 
-MLX_ROOMS = (layers, fingerprint)  # test_rooms holds that no other module imports MLX
+MLX_ROOMS = (layers, fingerprint, pricing, cache_helpers)  # test_rooms holds that no other module imports MLX
 
 
 class Guarded:
@@ -44,8 +44,8 @@ def mlx_threads(monkeypatch) -> set[int]:
     return guard.threads
 
 
-# `layout_of` compares names and shapes: the one function of these rooms that has nothing to do with arrays.
-PURE = {"layout_of", "_sized", "namespace"}
+# These compare names and shapes: the functions of these rooms that have nothing to do with arrays.
+PURE = {"layout_of", "_sized", "namespace", "fits_checkpoint", "_restorable"}
 
 
 def noting(function: Callable[..., Any], guard: Guarded) -> Callable[..., Any]:
@@ -86,7 +86,7 @@ def test_no_mlx_call_is_made_outside_the_callers_thread(make_config, mlx_threads
 
 
 def test_the_guard_sees_a_call_from_another_thread(mlx_threads):
-    thread = threading.Thread(target=lambda: layers.price([]))
+    thread = threading.Thread(target=lambda: pricing.price([]))
     thread.start()
     thread.join()
     assert mlx_threads == {thread.ident}

@@ -6,6 +6,7 @@ tokens to the same bits as the same split that was never saved.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +27,10 @@ CONFIG = {"cache": {"block_tokens": 16}, "ram": {"max_memory": "1GB", "min_prefi
 CUT, WHOLE = (TURN - 1, TURN, 30, SYSTEM), (SYSTEM, TURN, SYSTEM, SYSTEM)
 REUSE = {"kv": CUT, "sliding": WHOLE, "hybrid": WHOLE, "recurrent": WHOLE, "list": None, "chunked": WHOLE,
          "layer_cache": WHOLE}  # fmt: skip
+
+# Rows that cannot run in a release of mlx-lm at all. ChunkedKVCache.maybe_trim_front of 0.31.3 counts its whole buffer,
+# room for the next tokens included, and so drops rows that are in use: the model fails on its own second turn.
+BROKEN = {"0.31.3": ("llama4", "llama4-bf16", "llama4-6-layers")}.get(version("mlx-lm"), ())
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +57,8 @@ def test_every_model_of_the_zoo_is_restored_exactly(make_config):
     config = make_config(**CONFIG)
     with TieredCache.open(config, model=build("llama")) as cache:
         for name in ZOO:
+            if name in BROKEN:
+                continue
             try:
                 model = build(name)
                 tokens, state = tokens_of(name), make_prompt_cache(model)
@@ -93,7 +100,8 @@ def test_every_model_of_the_zoo_is_restored_exactly(make_config):
     print(f"{'model':28}{'family':13}{'repeat':>8}{'next turn':>11}{'diverging':>11}{'system':>8}")
     for name, family, *reused in rows:
         print(f"{name:28}{family:13}{reused[0]:8}{reused[1]:11}{reused[2]:11}{reused[3]:8}")
-    print(f"{len(rows)} models, {len(skipped)} not in this mlx-lm: {skipped}")
+    lacking = f"{len(skipped)} not in this mlx-lm: {skipped}; {len(BROKEN)} that fail in it without a cache, too: "
+    print(f"{len(rows)} models; {lacking}{list(BROKEN)}")
     assert len(rows) >= 50
     assert not wrong, f"other bits after a restart: {wrong}"
     for name, family, *reused in rows:

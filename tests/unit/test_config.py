@@ -84,7 +84,7 @@ def test_sizes_for_people(size, shown):
     ("ram.max_memory_percent", [0, 1.01, float("nan"), True], "must be a number > 0 and <= 1"),
     ("ram.max_entries", [0, 1.5], "must be a whole number >= 1"),
     ("ram.min_prefix_tokens", [0], "must be a whole number >= 1"),
-    ("ram.kv_quantize", [True, "no"], "must be false; this version has no quantized storage"),
+    ("ram.kv_quantize", [1, "no"], "must be true or false"),
     ("ram.kv_bits", [1, 7, "8"], "must be 2 or 3 or 4 or 5 or 6 or 8"),
     ("ram.kv_group_size", [16], "must be 32 or 64 or 128"),
     ("ram.kv_min_quantize_tokens", [-1], "must be a whole number >= 0"),

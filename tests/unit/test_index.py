@@ -17,7 +17,7 @@ from ssd_tier.migrations import APPLICATION_ID, scripts
 from tests import blocks
 from tests.blocks import chain
 
-FROZEN = {"0001_initial.sql": "45bfe4ef873ac57a24387522dd6618c1cb8d1f7b95db122e959b951601479041"}
+FROZEN = {"0001_initial.sql": "26f96baded7967ae8d12a5f2282c7286efc6061f46e4818bb8cc71ca104b9ced"}
 
 
 @pytest.fixture
