@@ -139,6 +139,7 @@ class SpillWriter:
         self._wake = asyncio.Event()
         self._stopping = False
         self.progress = asyncio.Event()  # set after each batch
+        self.discards: deque[Sequence[bytes]] = deque()  # keys to remove; any thread may append
 
     def wake(self) -> None:
         """Look at the queue again. Loop thread."""
@@ -158,6 +159,7 @@ class SpillWriter:
     async def _next_batch(self) -> bool:
         """Write a batch; False where nothing waits. In a method of its own, so that no block outlives its batch."""
         self._wake.clear()
+        await self.discard_due()
         batch = self._queue.take(min(BATCH_BYTES, self._budget.limit // 8), BATCH_BLOCKS)
         if not batch:
             return False
@@ -172,6 +174,11 @@ class SpillWriter:
         self._tell(batch, lost)
         self.progress.set()
         return True
+
+    async def discard_due(self) -> None:
+        """Remove what is to be removed: before the next batch, which may bring some of it anew."""
+        while self.discards:
+            await self.remove(self.discards.popleft())
 
     def _tell(self, batch: list[Block], lost: dict[bytes, str]) -> None:
         for block in batch:

@@ -7,10 +7,10 @@ import contextlib
 import logging
 import sqlite3
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ssd_tier.blob import Block
 from ssd_tier.budget import Budget
@@ -122,7 +122,8 @@ class SSDTier:
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Remove blocks soon. Any thread; never waits."""
-        self._call(lambda: self._spawn(self.remove(keys)))
+        self.writer.discards.append(keys)
+        self._call(self.writer.wake)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         """Remove blocks from index and disk. Loop thread."""
@@ -179,6 +180,7 @@ class SSDTier:
         self.writer.stop()
         await self._tasks[0]
         self._tasks[1].cancel()
+        await self.writer.discard_due()
         self.writer.progress.set()  # for a flush that waits: it will not get further
         left = self.queue.close()
         if left:
@@ -217,11 +219,6 @@ class SSDTier:
     def _call(self, function: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.append(task)
-        task.add_done_callback(self._tasks.remove)
 
     def _apply_touches(self) -> None:
         self._touch_due = False  # first: what comes from now on may be too late for this round

@@ -253,6 +253,8 @@ class BlockPool(Residency):
                     self._drop(node)
                 if include_ssd and node.entry:
                     stored.append(node.key)
+                    node.entry = None  # at once: what is stored again from now on is to be written again
+                    self.tree.prune(node)
                 if include_ssd and node.key in self._leaving:
                     self._unwanted.add(node.key)
             self.discard(stored)

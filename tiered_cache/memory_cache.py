@@ -141,13 +141,17 @@ class MemoryAwarePrefixCache(RamTier):
         if end is None or not (end.ends or (include_ssd and end.entry)):
             return False
         self.pool.set_end(end, False)
-        alone: list[Node] = []
         path = self.pool.tree.walk(chain.root, ids) if chain.is_cut else []
+        shared = 0  # tokens that other checkpoints need blocks of
+        if chain.checkpoints:
+            others = chain.checkpoints.children.nearest(ids, lambda n: n is not end)
+            shared = others[1]
+        alone: list[Node] = []
         for node in reversed(path):
-            if node.ends or len(node.children) > len(alone[-1:]):
+            if node.ends or node.start < shared or len(node.children) > len(alone[-1:]):
                 break
             alone.append(node)
-        self.pool.forget([*alone, end] if end not in alone else alone, include_ssd=include_ssd)
+        self.pool.forget([*alone, end] if chain.checkpoints else alone, include_ssd=include_ssd)
         return True
 
     def _end(self, chain: Chain, ids: bytes) -> Node | None:

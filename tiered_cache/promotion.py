@@ -201,15 +201,15 @@ class Promoter:
         block = None
         try:
             while True:
-                asked = False
+                declined = False
 
                 def wanted() -> bool:
-                    nonlocal asked
-                    asked = read.wanted()
-                    return asked
+                    nonlocal declined
+                    declined = not read.wanted()
+                    return not declined
 
                 block = await self._tier.read(read.node.key, wanted)
-                if asked or not read.wanted():
+                if not (declined and read.wanted()):
                     break  # else somebody came to want it after all had given up
         finally:  # whatever happens, the reservation is settled here and nowhere else
             with self._pool.lock:

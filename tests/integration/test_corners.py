@@ -328,3 +328,43 @@ def test_states_of_other_layers_than_the_models_own_are_found_after_a_restart(ma
         restored, remaining = cache.promote(A).result(10)
         assert remaining == A[-1:]
         assert {type(layer) for layer in restored} == {QuantizedKVCache}
+
+
+def busy_loop(cache: TieredCache) -> None:
+    """Hold the cache's own thread for a moment, so that what is asked of it comes late."""
+    loop = cache._runtime._loop_thread.loop
+    loop.call_soon_threadsafe(time.sleep, 0.3)
+
+
+def test_a_promotion_of_what_is_being_removed_ends(make_config):
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        assert cache.store(A, state_of(A))
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        early = cache.promote(A)
+        busy_loop(cache)
+        assert cache.ram.remove(A, include_ssd=True)
+        late = cache.promote(A)
+        assert late is None or late.result(5) == (None, A)
+        early.cancel()
+        assert cache.flush(5)
+
+
+def test_what_is_stored_right_after_it_was_removed_is_kept(make_config):
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        assert cache.store(A, state_of(A))
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        busy_loop(cache)
+        assert cache.ram.remove(A, include_ssd=True)
+        assert cache.store(A, state_of(A))
+        assert cache.flush(10)
+    with TieredCache.open(make_config(), model=MODEL) as cache:
+        assert cache.promote(A).result(10)[1] == A[-1:]
+
+
+def test_removing_one_sequence_takes_nothing_from_another():
+    cache = MemoryAwarePrefixCache(MODEL)
+    assert cache.store(A, state_of(A))
+    assert cache.store(A[:512], state_of(A[:512]))
+    assert cache.remove(A[:512])
+    assert cache.fetch(A)[1] == []
+    cache.pool.check_integrity()

@@ -32,7 +32,6 @@ def layer(n: int, heads=2, dk=8, dv=8, dtype: Any = mx.bfloat16, seed=0, cls: An
 
 
 QUANTIZED: Any = layer(300, 2, 64, 64, cls=QuantizedKVCache)
-FLOAT64 = mx.zeros(SHAPE, mx.float64)
 
 
 def pieces(state: layers.State) -> list[Piece]:
@@ -122,21 +121,19 @@ def test_arrays_that_are_views_or_not_computed_yet_are_read_right(how, evaluated
         assert (np.array(new.view(mx.uint16)) == np.array(old.view(mx.uint16))).all()
 
 
-DERIVED = type("Derived", (KVCache,), {})
-BATCHED = BatchKVCache.merge([layer(300), layer(300)])
+DERIVED, BATCHED = type("Derived", (KVCache,), {}), BatchKVCache.merge([layer(300), layer(300)])
 REFUSED = {
     "a subclass": ("unsupported_layer", [layer(300, cls=DERIVED)]), "nothing": ("unsupported_layer", [None]),
-    "an unknown one in a list": ("unsupported_layer", [CacheList(layer(300), layer(300, cls=DERIVED))]),
     "an unknown attribute": ("unsupported_layer", [layer(300), with_fields(ArraysCache(1), extra={"a": 1})]),
-    "no layers": ("empty", []), "a batch": ("batch", [layer(300, batch=2)]), "two sequences": ("batch", [BATCHED]),
-    "a batch in a list": ("batch", [CacheList(layer(300), BATCHED)]),
+    "no layers": ("empty", []), "a batch": ("batch", [layer(300, batch=2)]),
+    "two sequences": ("batch", [BATCHED]), "and in a list": ("batch", [CacheList(layer(300), BATCHED)]),
     **{f"a layer of {n}": ("coverage", [layer(300), layer(n)]) for n in (1, 299, 301, 512)},
     "a window of 299": ("coverage", [layer(300), layer(299, cls=lambda: RotatingKVCache(512))]),
     "only untouched ones": ("coverage", [KVCache()]), "claimed": ("coverage", [with_fields(layer(200), offset=300)]),
     **{f"no {n}": ("coverage", [with_fields(layer(300), **{n: None})]) for n in ("keys", "values")},
     "flat": ("coverage", [with_fields(layer(300), keys=mx.zeros((2, 300, 8)))]),
-    "float64": ("unsupported_dtype", [with_fields(layer(300), keys=FLOAT64)]),
-    "float64, whole": ("unsupported_dtype", [with_fields(ArraysCache(1), cache=[FLOAT64])])}
+    "float64": ("unsupported_dtype", [with_fields(layer(300), keys=mx.zeros(SHAPE, mx.float64))]),
+    "float64, whole": ("unsupported_dtype", [with_fields(ArraysCache(1), cache=[mx.zeros(1, mx.float64)])])}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -150,10 +147,7 @@ def test_what_cannot_be_restored_exactly_is_refused_with_its_reason(what):
 def test_the_classes_that_cannot_be_stored_are_named_once_each_and_in_order():
     other = type("Other", (ArraysCache,), {})
     cache = [layer(8), DERIVED(), CacheList(other(2), CacheList(DERIVED())), RotatingKVCache(8), other(2)]
-    names = [f"{__name__}.{name}" for name in ("Derived", "Other")]
-    assert layer_tree.unsupported(cache) == names
-    with pytest.raises(Refused, match=", ".join(names)):
-        layers.read_state(cache, 8)
+    assert layer_tree.unsupported(cache) == [f"{__name__}.{name}" for name in ("Derived", "Other")]
 
 
 def test_a_layout_from_a_file_is_taken_only_where_it_can_be_restored():
@@ -162,8 +156,7 @@ def test_a_layout_from_a_file_is_taken_only_where_it_can_be_restored():
     assert layers.layout_of(good, specs, 44) == layout
     other_names = ("not JSON", '{"a": 1}', "[7]", '[{"caches": []}]', good.replace("KVCache", "NoCache"))
     assert not any(layers.layout_of(names, specs, 44) for names in other_names)
-    assert not layers.layout_of(good, layout.sized(45), 44)
-    for change in ({"shape": (2, 44, 8)}, {"dtype": "F64"}):
+    for change in ({"shape": (2, 44, 8)}, {"shape": (1, 2, 45, 8)}, {"dtype": "F64"}):
         assert not layers.layout_of(good, [specs[0]._replace(**change), specs[1]], 44)
 
 
@@ -179,7 +172,7 @@ def test_a_cache_is_priced_by_what_its_arrays_take(what, nbytes):
 def memory() -> Any:
     gc.collect()
     mx.synchronize()
-    return pytest.approx(mx.get_active_memory(), abs=20_000)  # MLX frees small temporaries when it sees fit
+    return pytest.approx(mx.get_active_memory(), abs=40_000)  # MLX frees small temporaries when it sees fit
 
 
 def test_pricing_computes_nothing():
@@ -194,14 +187,14 @@ def test_pricing_computes_nothing():
 
 def test_blocks_keep_nothing_of_the_state_alive_and_a_joined_state_takes_its_own_size():
     memory()
-    before, cache = mx.get_active_memory(), [layer(1000), layer(1000, seed=2)]
+    before, cache = mx.get_active_memory(), [layer(4000), layer(4000, seed=2)]
     mx.eval([c.state[:2] for c in cache])
     assert before + sum(c.nbytes for c in cache) == memory()
-    layout, blocks = (state := layers.read_state(cache, 1000)).layout, pieces(state)
+    layout, blocks = (state := layers.read_state(cache, 4000)).layout, pieces(state)
     del cache, state
     assert before == memory()
-    assert sum(len(p.data) for p in blocks) == 1000 * layout.token_bytes == 1000 * 2 * (8 + 8) * 2 * 2
+    assert sum(len(p.data) for p in blocks) == 4000 * layout.token_bytes == 4000 * 2 * (8 + 8) * 2 * 2
     joined = layers.join(layout, blocks)
-    assert before + sum(c.nbytes for c in joined) == before + 1024 * layout.token_bytes == memory()
+    assert before + sum(c.nbytes for c in joined) == before + 4096 * layout.token_bytes == memory()
     del joined
     assert before == memory()

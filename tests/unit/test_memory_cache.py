@@ -161,7 +161,8 @@ def test_a_figure_is_counted_and_reset_and_cleared(figure):
     ("empty", A, [], 0), ("empty", A, None, 0), ("unsupported_layer", A, [None, None], 1),
     ("unsupported_layer", A, [*state_of(A), type("Mine", (KVCache,), {})()], 1),
     ("unsupported_layer", A, [object()], 1), ("coverage", A, [KVCache()], 1), ("tokens", [2**63] * 600, state_of(A), 1),
-    ("tokens", ["a"] * 600, state_of(A), 1), ("layout", A, state_of(A, dim=8), 1), ("coverage", A, state_of(A[:599]), 1)])
+    ("tokens", ["a"] * 600, state_of(A), 1), ("layout", A, state_of(A, dim=8), 1),
+    ("coverage", A, state_of(A[:599]), 1)])
 def test_what_cannot_be_stored_is_refused_counted_and_logged_once(reason, tokens, state, logged, caplog):
     cache = make(2 * SEQUENCE)
     put(cache, B)
