@@ -136,6 +136,7 @@ class SpillWriter:
         self._saved: Counter[str] = Counter()  # what the index has of the counters
         self._undeleted: list[Entry] = []  # files that could not be removed: tried again, and in the budget until then
         self._models: dict[bytes, str] = {}
+        self._in_hand: set[bytes] = set()  # keys of the batch
         self._wake = asyncio.Event()
         self._stopping = False
         self.progress = asyncio.Event()  # set after each batch
@@ -164,6 +165,7 @@ class SpillWriter:
         if not batch:
             return False
         blocks = list({b.key: b for b in batch if b.key not in self._catalog}.values())
+        self._in_hand = {b.key for b in batch}
         try:
             lost = await self._store(blocks)
         except Exception as e:  # the writer outlives every batch
@@ -241,7 +243,7 @@ class SpillWriter:
             raise
         self._counters["blocks_written"] += len(added)
         self._counters["bytes_written"] += sum(e.file_bytes for e in added.values())
-        replaced = [k for b in blocks if b.key in added for k in b.replaces]
+        replaced = [k for b in blocks if b.key in added for k in b.replaces if k not in self._in_hand]
         await self.remove([k for k in replaced if k in self._catalog and not self._catalog.children(k)])
         return lost
 

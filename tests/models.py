@@ -79,3 +79,12 @@ def bytes_of(array: mx.array) -> bytes:
     array = mx.contiguous(array)
     mx.eval(array)
     return bytes(view(array))
+
+
+def used_rows(layer: Any) -> tuple[Any, Any]:
+    """Keys and values as far as they are used. (mlx-lm has a method for this, but not in all versions.)"""
+
+    def head(value: Any) -> Any:
+        return value[..., : layer.offset, :] if isinstance(value, mx.array) else tuple(head(v) for v in value)
+
+    return head(layer.keys), head(layer.values)

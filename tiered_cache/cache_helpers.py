@@ -37,7 +37,7 @@ def trim_offset(cache: Sequence[Any], count: int) -> list[Any]:
 
 def trim_to_offset(cache: Sequence[Any], tokens: int) -> list[Any]:
     """New layers that hold the first `tokens` tokens. Raises ValueError as `trim_offset`."""
-    return [_trimmed(layer, _offset(layer) - tokens) for layer in cache]
+    return [_trimmed(layer, (_offset(layer) or tokens) - tokens) for layer in cache]
 
 
 def quantize(cache: Sequence[Any], bits: int = 8, group_size: int = 64) -> list[Any]:
@@ -51,12 +51,15 @@ def dequantize(cache: Sequence[Any]) -> list[Any]:
 
 
 def _offset(layer: Any) -> int:
-    return _offset(layer.caches[0]) if isinstance(layer, CacheList) else int(layer.offset)
+    """Tokens that a layer holds; 0 where it is not used, or does not say."""
+    return max(map(_offset, layer.caches)) if isinstance(layer, CacheList) else int(getattr(layer, "offset", 0))
 
 
 def _trimmed(layer: Any, count: int) -> Any:
     if isinstance(layer, CacheList):
         return CacheList(*(_trimmed(c, count) for c in layer.caches))
+    if is_trimmable(layer) and layer.keys is None:
+        return layer  # the model has it and does not use it
     if not is_trimmable(layer):
         raise ValueError(f"a {type(layer).__name__} in this state cannot be trimmed")
     if not 0 <= count <= layer.offset:

@@ -22,16 +22,9 @@ from mlx_lm.models.cache import CacheList
 
 from ssd_tier.blob import DTYPE_BYTES, Block, TensorSpec
 from ssd_tier.buffers import Bytes, view
+from tiered_cache.attributes import DTYPES, FROM_NAME, freeze, thaw
 from tiered_cache.layer_kinds import arrays_of, kind_named, kind_of
 from tiered_cache.layer_tree import LIST, Quantization, Refused, Tree, dump, flat, leaves, plain, single, structure
-
-# mlx dtype to safetensors' name.
-_DTYPES = {
-    mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32", mx.bool_: "BOOL", mx.complex64: "C64",
-    mx.uint8: "U8", mx.uint16: "U16", mx.uint32: "U32", mx.uint64: "U64",
-    mx.int8: "I8", mx.int16: "I16", mx.int32: "I32", mx.int64: "I64",
-}  # fmt: skip
-_FROM_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 Arrays = dict[str, mx.array]
 
@@ -110,14 +103,18 @@ def read_state(cache: Sequence[Any], tokens: int, quantization: Quantization | N
         if kind.rows and offset == 0 and getattr(layer, kind.rows[0]) is None:
             leaf["empty"] = True  # a layer that the model has and does not use
             continue
-        if isinstance(offset, int) and offset != tokens:
+        unused = offset == 0 and not arrays_of(list(vars(layer).values()))
+        if isinstance(offset, int) and offset != tokens and not unused:
             said = f"layer {place} covers {offset} tokens where {tokens} token ids were given"
             raise Refused("coverage", f"{said}; give exactly the tokens that the state covers")
         if kind.rows:
             names += _rows_of(place, layer, leaf, kind.rows, tokens)
         else:
             arrays: list[mx.array] = []
-            attributes[place] = {k: _freeze(v, arrays) for k, v in kind.attributes(layer).items()}
+            attributes[place] = {k: freeze(v, arrays) for k, v in kind.attributes(layer).items()}
+            # State has the batch for its first axis; of fewer axes are lengths, paddings, token ids.
+            if more := [a.shape[0] for a in arrays if a.ndim >= 3 and a.shape[0] != 1]:
+                raise Refused("batch", f"layer {place} holds {more[0]} sequences; store them one by one")
             whole += [(f"{place}.{i}", a) for i, a in enumerate(arrays)]
     if not names and not whole:
         raise Refused("coverage", f"no layer holds any of {tokens} tokens")
@@ -145,7 +142,7 @@ def _rows_of(
                 raise Refused("coverage", f"layer {place}: {name} do not hold {tokens} tokens")
             if array.shape[0] != 1:
                 raise Refused("batch", f"layer {place} holds {array.shape[0]} sequences; store them one by one")
-            if array.dtype not in _DTYPES:
+            if array.dtype not in DTYPES:
                 raise Refused("unsupported_dtype", f"layer {place}: {name} are {array.dtype}")
             yield (f"{place}.{name}" if len(arrays) == 1 else f"{place}.{name}.{i}"), array
         if not arrays:
@@ -161,6 +158,18 @@ def cut(state: State, start: int, stop: int) -> Bytes:
         out[at : at + piece.size].reshape(piece.shape)[...] = piece
         at += piece.size
     return out
+
+
+def graft(layout: Layout, data: Bytes, tokens: int, source: Bytes, taken: int) -> None:
+    """Take the first `taken` tokens of a block of `tokens` tokens from `source`, a block of just these. Any thread."""
+    at, origin = 0, 0
+    for spec in layout.tensors:
+        _, heads, _, size = spec.shape
+        width = size * DTYPE_BYTES[spec.dtype]
+        rows = data[at : at + heads * tokens * width].reshape(heads, tokens, width)
+        rows[:, :taken] = source[origin : origin + heads * taken * width].reshape(heads, taken, width)
+        at += heads * tokens * width
+        origin += heads * taken * width
 
 
 # -- back into MLX
@@ -179,7 +188,7 @@ def join(
 
 
 def _step(tensor: str, at: dict[str, Tree]) -> int:
-    place = tensor.rsplit(".", 2 if tensor[-1].isdigit() else 1)[0]  # "3.keys", or "3.keys.0" of several
+    place = max((p for p in at if tensor.startswith(f"{p}.")), key=len)  # "3" or "3.1" of "3.keys", "3.1.keys.0"
     kind = kind_named(at[place]["class"])
     return kind.step if kind else 1
 
@@ -237,7 +246,7 @@ def _rebuild(node: Tree, place: str, rows: Arrays, attributes: dict[str, Any], a
     layer = cls.__new__(cls)  # its attributes are all that it is
     if not kind.rows:
         for name, value in attributes[place].items():
-            setattr(layer, name, _thaw(value, place, arrays))
+            setattr(layer, name, thaw(value, place, arrays))
         return layer
     for name in kind.rows:
         parts = [rows[f"{place}.{name}.{i}"] for i in range(3) if f"{place}.{name}.{i}" in rows]
@@ -257,7 +266,7 @@ def layout_of(classes: str, tensors: Sequence[TensorSpec], tokens: int) -> Layou
     """The layout of a stored block of `tokens` tokens; None where this program cannot restore it. Any thread."""
     if not _restorable(classes):
         return None
-    if not all(len(t.shape) == 4 and t.shape[2] == tokens and t.dtype in _FROM_NAME for t in tensors):
+    if not all(len(t.shape) == 4 and t.shape[2] == tokens and t.dtype in FROM_NAME for t in tensors):
         return None
     return Layout(classes, tuple(_sized(t, 0) for t in tensors))
 
@@ -281,30 +290,6 @@ def fits_checkpoint(block: Block, layout_classes: str) -> bool:
 # -- small parts
 
 
-def _freeze(value: Any, arrays: list[mx.array]) -> Any:
-    """One attribute of a whole layer as JSON, its arrays taken out and numbered."""
-    if isinstance(value, mx.array):
-        if value.dtype not in _DTYPES:
-            raise Refused("unsupported_dtype", f"an array of {value.dtype} cannot be stored")
-        arrays.append(value)
-        return {"array": len(arrays) - 1}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_freeze(v, arrays) for v in value]}
-    raise Refused("unsupported_layer", f"an attribute of type {type(value).__name__} cannot be stored")
-
-
-def _thaw(value: Any, place: str, arrays: dict[str, mx.array]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if "array" in value:
-        return arrays[f"{place}.{value['array']}"]
-    kind, items = next(iter(value.items()))
-    thawed = [_thaw(v, place, arrays) for v in items]
-    return tuple(thawed) if kind == "tuple" else thawed
-
-
 def _rows(array: mx.array) -> Bytes:
     b, h, n, d = array.shape
     return _bytes(array).reshape(b, h, n, d * array.itemsize)
@@ -324,11 +309,11 @@ def _bytes(array: mx.array) -> Bytes:
 
 
 def _typed(data: mx.array, dtype: str, shape: Sequence[int]) -> mx.array:
-    return data.view(_FROM_NAME[dtype]).reshape(shape) if data.size else mx.zeros(shape, _FROM_NAME[dtype])
+    return data.view(FROM_NAME[dtype]).reshape(shape) if data.size else mx.zeros(shape, FROM_NAME[dtype])
 
 
 def _spec(name: str, array: mx.array) -> TensorSpec:
-    return TensorSpec(name, _DTYPES[array.dtype], tuple(array.shape))
+    return TensorSpec(name, DTYPES[array.dtype], tuple(array.shape))
 
 
 def _cut_shape(array: mx.array) -> tuple[int, ...]:

@@ -162,17 +162,12 @@ class MemoryAwarePrefixCache(RamTier):
         return path[-1] if sum(len(n.ids) for n in path) == len(ids) and anywhere(path[-1]) else None
 
     def sequences(self) -> list[list[int]]:
-        """Token ids of the sequences that end in RAM, most recently used first. Any thread."""
+        """Token ids of the sequences that end in RAM, of no tenant, most recently used first. Any thread."""
         with self.pool.lock:
-            mine = set(self._roots())
+            mine = {n for c in self._chains(None) for n in (c.root, c.checkpoints) if n}
             ends = [n for n in reversed(self.pool.resident()) if n.ends and n.root in mine]
             chains = [b"".join(n.ids for n in end.path()) for end in ends]
         return [array("q", ids).tolist() for ids in chains]
-
-    @property
-    def free_bytes(self) -> int:
-        """RAM that is free under the limit. Any thread."""
-        return self.pool.ledger.free
 
     def save_to_disk(self, folder: str | os.PathLike[str]) -> bool:
         """Write an explicit snapshot of RAM, files that mlx-lm's `load_prompt_cache` reads; False where that fails.

@@ -15,7 +15,7 @@ from tiered_cache import fingerprint, layer_tree, layers
 from tiered_cache.block_pool import BlockPool
 from tiered_cache.layer_tree import Quantization, Refused, plain_of
 from tiered_cache.metrics import CacheStats
-from tiered_cache.plans import Chain, Plan, Prepared, best_plan
+from tiered_cache.plans import NOTHING, Chain, Plan, Prepared, best_plan
 from tiered_cache.prefix_tree import Node, in_ram, token_bytes
 
 log = logging.getLogger("tiered_cache")
@@ -79,25 +79,38 @@ class RamTier:
             if plan.tokens < self.min_prefix_tokens or plan.chain is None:
                 short = "miss_short_lcp" if kind == "lcp" else "miss_short_prefix"
                 return self._miss(short if plan.tokens else "miss", tokens)
-            pool.pin(plan.nodes)  # a block must not leave the ledger while it is being copied
             pool.use(plan.nodes)
+            pool.pin(plan.nodes)
+        self._stats.hits += 1
+        self._stats.tokens_saved += plan.tokens
+        self._last_match_type = kind
+        return self._joined(plan), tokens[plan.tokens :]
+
+    def state_of(self, tokens: Sequence[int]) -> list[Any] | None:
+        """The state of exactly these tokens, if RAM has it; not counted as a look-up or a use. Model's thread."""
+        request = self.prepare(tokens, 0, None)
+        with self.pool.lock:
+            plan = self.plan(request, in_ram) if request else NOTHING
+            if plan.tokens != len(tokens):
+                return None
+            self.pool.pin(plan.nodes)
+        return self._joined(plan)
+
+    def _joined(self, plan: Plan) -> list[Any]:
+        """A plan's state. Its nodes are pinned, since no block may leave the ledger while it is copied; not so
+        after."""
+        try:
+            assert plan.chain
+            assert isinstance(plan.chain.root.layout, layers.Layout)
             pieces = [
                 layers.Piece(n.block.data, n.tokens, min(n.tokens, plan.tokens - n.start))
                 for n in plan.blocks
                 if n.block
             ]
-            layout = plan.chain.root.layout
             checkpoint = plan.checkpoint.block if plan.checkpoint else None
-        try:
-            assert isinstance(layout, layers.Layout)
-            state = layers.join(layout, pieces, plan.tokens, checkpoint)
+            return layers.join(plan.chain.root.layout, pieces, plan.tokens, checkpoint)
         finally:
-            del pieces, checkpoint
-            pool.unpin(plan.nodes)
-        self._stats.hits += 1
-        self._stats.tokens_saved += plan.tokens
-        self._last_match_type = kind
-        return state, tokens[plan.tokens :]
+            self.pool.unpin(plan.nodes)
 
     def prepare(self, tokens: Sequence[int], leave: int, tenant: str | None) -> Prepared | None:
         """The request for the tree, or None where it is too short to match anything. Changes nothing. Any thread."""
@@ -210,6 +223,10 @@ class RamTier:
             pinned = [*known, held] if held else known
             pool.pin(pinned)
             missing = [i for i in range(len(chunks)) if i >= len(known) or not known[i].block]
+            # Quantizing anew what was quantized before would lose precision each time.
+            before = self._tail(known[-1] if known else chain.root, chunks[len(known) :]) if '"stored"' in (
+                state.layout.classes
+            ) else None
             need = {i: state.layout.token_bytes * len(chunks[i]) // TOKEN_BYTES for i in missing}
             if state.whole and not (held and held.block):
                 need[WHOLE] = len(state.whole.data)
@@ -221,6 +238,10 @@ class RamTier:
         path: list[Node] = []
         try:
             copies = {i: layers.cut(state, i * size, min((i + 1) * size, state.tokens)) for i in missing}
+            if before:
+                i = before.start // size
+                new, old = (len(ids) // TOKEN_BYTES for ids in (chunks[i], before.tokens))
+                layers.graft(state.layout, copies[i], new, before.data, old)
             with pool.lock:
                 node = chain.root
                 for i, chunk in enumerate(chunks):
@@ -243,6 +264,11 @@ class RamTier:
         while len(self) > self.max_entries and pool.retire(self._roots(), spare=end):
             pass
         return True
+
+    def _tail(self, parent: Node, chunks: list[bytes]) -> Block | None:
+        """The shorter block that the first of these chunks continues, if RAM has one."""
+        tail = parent.children.longest_prefix(chunks[0]) if chunks else None
+        return tail.block if tail else None
 
     def __len__(self) -> int:
         """How many stored sequences end in RAM, over all tenants. Any thread."""

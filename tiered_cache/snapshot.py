@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import CacheList, load_prompt_cache, save_prompt_cache
+
+from tiered_cache.layer_tree import flat
 
 
 class Cache(Protocol):
@@ -25,17 +27,13 @@ class Cache(Protocol):
 
     fingerprint: str
 
-    @property
-    def free_bytes(self) -> int:
-        """RAM that is free."""
-
     def sequences(self) -> list[list[int]]:
         """Token ids of what is held, most recently used first."""
 
-    def fetch(self, tokens: Sequence[int]) -> tuple[list[Any] | None, Sequence[int]]:
-        """The state for all of these tokens."""
+    def state_of(self, tokens: Sequence[int]) -> list[Any] | None:
+        """The state of exactly these tokens."""
 
-    def store(self, tokens: Sequence[int], cache: Sequence[Any]) -> bool:
+    def store(self, tokens: Sequence[int], cache: Sequence[Any], evict_prefixes: bool) -> bool:
         """Keep a state."""
 
     def __contains__(self, tokens: Sequence[int]) -> bool:
@@ -55,20 +53,20 @@ def save(cache: Cache, folder: str | os.PathLike[str]) -> bool:
     try:
         if target.exists() and not (target / "index.json").exists():
             raise FileExistsError(f"{target} is there and is no snapshot")
+        shutil.rmtree(aside, ignore_errors=True)  # what a process of this number may have left
         aside.mkdir(parents=True, mode=0o700)
-        entries = []
-        for number, tokens in enumerate(cache.sequences()):
-            state, _ = cache.fetch(tokens)
-            file = aside / f"{number}.safetensors"
-            if state is None:
-                continue
-            save_prompt_cache(str(file), state)
-            entries.append({"file": file.name, "tokens": tokens, "sha256": _digest(file)})
+        written = [_write(cache, aside / f"{n}.safetensors", t) for n, t in enumerate(cache.sequences())]
+        entries = [entry for entry in written if entry]
         index = {"format": FORMAT, "version": VERSION, "model": cache.fingerprint, "sequences": entries}
         (aside / "index.json").write_text(json.dumps(index))
         if target.exists():
             target.rename(old)
-        aside.rename(target)
+        try:
+            aside.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
     except Exception as e:  # whatever the disk or a layer's own `state` raises: the host goes on
         log.warning("the snapshot %s was not written: %s", target, e)
         return False
@@ -78,38 +76,49 @@ def save(cache: Cache, folder: str | os.PathLike[str]) -> bool:
     return True
 
 
-def load(cache: Cache, folder: str | os.PathLike[str]) -> int:
-    """Store what a snapshot holds, most recently used last; return how many sequences are new.
+def _write(cache: Cache, file: Path, tokens: list[int]) -> dict[str, Any] | None:
+    """Write one sequence; None, and a warning, where mlx-lm could not read it back."""
+    state = cache.state_of(tokens)
+    if state is None:
+        return None
+    try:
+        foreign = [type(layer).__name__ for _, layer in flat(state) if type(layer).__module__ != CacheList.__module__]
+        if foreign:
+            raise TypeError(f"mlx-lm's files cannot hold a {foreign[0]}")
+        save_prompt_cache(str(file), state)
+    except OSError:  # of the disk: nothing is written at all
+        raise
+    except Exception as e:  # whatever a layer's own `state` raises
+        log.warning("a sequence of %d tokens was left out of the snapshot: %s", len(tokens), e)
+        file.unlink(missing_ok=True)
+        return None
+    return {"file": file.name, "tokens": tokens, "sha256": _digest(file)}
 
-    Another version or model is refused, a damaged file passed over, with a warning. What does not fit is left out.
+
+def load(cache: Cache, folder: str | os.PathLike[str]) -> int:
+    """Store what a snapshot holds, most recently used last; return how many of its sequences are in RAM now and were
+    not.
+
+    Another version or model is refused, a damaged or missing file passed over, with a warning.
     """
     path = Path(folder)
     try:
         index = json.loads((path / "index.json").read_text())
-        said = (index["format"], index["version"], index["model"])
-        if said != (FORMAT, VERSION, cache.fingerprint):
+        if (index["format"], index["version"], index["model"]) != (FORMAT, VERSION, cache.fingerprint):
             raise ValueError("it is of another version or model")
-        entries: list[dict[str, Any]] = index["sequences"]
-        fitting, room = [], cache.free_bytes
-        for entry in entries:  # most recent first, as far as there is room
-            room -= (path / Path(entry["file"]).name).stat().st_size
-            if room < 0:
-                break
-            fitting.append(entry)
+        entries = [e for e in index["sequences"] if e["tokens"] not in cache]
     except (OSError, ValueError, KeyError, TypeError) as e:
         log.warning("the snapshot %s was not loaded: %s", path, e)
         return 0
-    added = 0
-    for entry in reversed(fitting):
+    for entry in reversed(entries):
         try:
-            file, tokens = path / Path(entry["file"]).name, entry["tokens"]
+            file = path / Path(entry["file"]).name
             if _digest(file) != entry["sha256"]:
                 raise ValueError("its digest does not match")
-            if tokens not in cache:
-                added += cache.store(tokens, load_prompt_cache(str(file)))
+            cache.store(entry["tokens"], load_prompt_cache(str(file)), False)
         except Exception as e:  # whatever a damaged file makes mlx-lm raise
             log.warning("%s of the snapshot %s was passed over: %s", entry.get("file"), path, e)
-    return added
+    return sum(e["tokens"] in cache for e in entries)
 
 
 def _digest(file: Path) -> str:

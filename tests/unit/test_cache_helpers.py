@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, QuantizedKVCache
 from mlx_lm.models.cache import RotatingKVCache as Window
 
-from tests.models import bytes_of, same_state, tiny_llama
+from tests.models import bytes_of, same_state, tiny_llama, used_rows
 from tiered_cache import memory_cache as named
 from tiered_cache.layer_kinds import arrays_of
 from tiered_cache.layer_tree import flat
@@ -26,7 +26,7 @@ def fed(c: Any, n: int, seed: int = 1, dv: int = 64) -> Any:
 
 
 def visible(layer: Any) -> Any:
-    return [(type(c), c.offset, [bytes_of(a) for a in arrays_of(c.keys_and_values())]) for _, c in flat([layer])]
+    return [(type(c), c.offset, [bytes_of(a) for a in arrays_of(used_rows(c))]) for _, c in flat([layer])]
 
 
 TRIMMABLE = {"dense": KVCache, "quantized": QuantizedKVCache, "quantized 32/4": lambda: QuantizedKVCache(32, 4),

@@ -24,6 +24,7 @@ ROOMS = [
     ["tiered_cache.prefix_tree", "tiered_cache.ledger"],
     ["tiered_cache.layers"],
     ["tiered_cache.cache_helpers", "tiered_cache.snapshot"],
+    ["tiered_cache.attributes"],
     ["tiered_cache.layer_tree"],
     ["tiered_cache.layer_kinds", "tiered_cache.pricing"],
     ["tiered_cache.config", "tiered_cache.fingerprint", "tiered_cache.metrics"],
@@ -85,7 +86,7 @@ def users_of(library: str) -> set[str]:
 def test_mlx_has_one_home():
     """Arrays are touched by these; `layer_tree` and `engine` know classes of layers, `snapshot` mlx-lm's own files."""
     inside = {m for lib in ("mlx", "mlx_lm") for m in users_of(lib) if not m.startswith("tiered_cache.demo")}
-    names = "layers layer_kinds layer_tree cache_helpers pricing snapshot fingerprint engine"
+    names = "layers attributes layer_kinds layer_tree cache_helpers pricing snapshot fingerprint engine"
     assert inside == {f"tiered_cache.{name}" for name in names.split()}
     engine = imports(ROOT / "tiered_cache" / "engine.py")
     assert [t for t in engine if t.startswith("mlx")] == ["mlx_lm.models.cache"]  # make_prompt_cache, at open
