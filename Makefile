@@ -7,7 +7,7 @@ OLDEST := .venv-oldest
 OLDEST_TESTS := tests/unit/test_layers.py tests/unit/test_layer_kinds.py tests/unit/test_memory_cache.py \
 	tests/integration/test_two_tiers.py tests/slow/test_zoo.py
 
-.PHONY: demo test unit integration slow oldest lint bench clean
+.PHONY: demo test unit integration coverage slow oldest lint bench clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tiered-cache needs Python 3.11 or newer; run: make PYTHON=python3.11")'
@@ -23,7 +23,7 @@ $(VENV)/demo-model: $(VENV)/ready
 demo: $(VENV)/demo-model  ## the main job on a real model; DEMO="--quick" for a short one
 	$(BIN)/tiered-cache demo $(DEMO)
 
-test: lint unit integration slow oldest  ## everything that must pass
+test: lint coverage slow oldest  ## everything that must pass
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -34,6 +34,11 @@ unit: $(VENV)/ready
 
 integration: $(VENV)/ready
 	$(BIN)/python -m pytest -q tests/integration
+
+# Both of these, and that hardly a line or branch of what holds the states goes untested.
+coverage: $(VENV)/ready
+	$(BIN)/python -m coverage run -m pytest -q tests/unit tests/integration
+	$(BIN)/python -m coverage report --skip-covered
 
 slow: $(VENV)/demo-model
 	$(BIN)/python -m pytest -q -m slow tests/slow

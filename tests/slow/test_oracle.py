@@ -28,7 +28,7 @@ from tiered_cache import TieredCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
-EXAMPLES = 40
+EXAMPLES = 170  # of each model
 LIMIT = 24_000  # bytes of RAM: a few sequences
 SHORTEST = 4
 TENANTS = {"a": 1, "b": 2, None: 3}

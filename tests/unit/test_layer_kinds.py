@@ -8,12 +8,16 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, QuantizedKVCache
 from mlx_lm.models.cache import RotatingKVCache as Window
-from mlx_lm.models.deepseek_v41 import LayerCache
 
 from tests.blocks import block
 from tests.models import bytes_of
 from tiered_cache import layer_kinds, layer_tree, layers
 from tiered_cache.layer_kinds import LayerKind, arrays_of
+
+try:
+    from mlx_lm.models.deepseek_v41 import LayerCache
+except ImportError:  # an older mlx-lm does not have that model: its rows are left out below
+    LayerCache = None
 
 BF16, F32 = mx.bfloat16, mx.float32
 
@@ -57,7 +61,7 @@ def go_on(c: Any, n: int, seed: int = 5, dk: int = 64, dv: int = 64) -> list[mx.
             a[..., :1] = a[..., :1] * 2 + n
         c.advance(n)
         return arrays_in(c)
-    if isinstance(c, LayerCache):
+    if LayerCache and isinstance(c, LayerCache):
         grown, old = c.update_window(normal((1, n, 16), seed=seed)), arrays_of([c.pending_kv])
         pending = mx.concatenate([*old, normal((1, n, 4), F32, seed)], axis=1)
         full = pending.shape[1] // 4 * 4
@@ -110,6 +114,9 @@ CASES: dict[str, tuple[int, Any]] = {  # tokens, and how to make the cache
     "groups": (22, lambda: [fed(LayerCache(8), 22), fed(LayerCache(8), 20, 2)]),
     "none open": (20, lambda: [fed(LayerCache(8), 20)]), "own": (9, lambda: [Opaque(), fed(Indexed(), 9)]),
     "own, in lists": (9, lambda: [CacheList(Opaque(), CacheList(fed(Indexed("b"), 9)))])}
+if LayerCache is None:
+    # Nor can that version's ChunkedKVCache go on once chunks are shorter than its buffer, restored or not.
+    CASES = {name: case for name, case in CASES.items() if name not in ("groups", "none open", "chunked")}
 SIZES: Any = {"sizes": {"dk": 512, "dv": 16}, "no width": {"dv": 0}}
 
 

@@ -164,7 +164,8 @@ def test_a_layout_from_a_file_is_taken_only_where_it_can_be_restored():
     ([], 0), (None, 0), ([None, KVCache(), {"state": (None, None)}], 0), ([QUANTIZED], None),
     ([layer(300), layer(700, 1, 4, 16, mx.float32), layer(64, cls=lambda: RotatingKVCache(512))], None),
     ([CacheList(layer(300), layer(256))], (512 + 256) * 2 * 8 * 2 * 2), ((mx.zeros(4), [None, (mx.zeros(1),)]), 20),
-    ([{"state": QUANTIZED.state, "meta": "x"}, {"state": [(mx.zeros(2, mx.int8), 7, "x")]}], QUANTIZED.nbytes + 2)])
+    ([{"state": (QUANTIZED.keys, QUANTIZED.values), "meta": "x"}, {"state": [(mx.zeros(2, mx.int8), 7, "x")]}],
+     QUANTIZED.nbytes + 2)])
 def test_a_cache_is_priced_by_what_its_arrays_take(what, nbytes):
     assert price(what) == (sum(c.nbytes for c in what) if nbytes is None else nbytes)
 
