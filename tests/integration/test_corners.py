@@ -368,3 +368,33 @@ def test_removing_one_sequence_takes_nothing_from_another():
     assert cache.remove(A[:512])
     assert cache.fetch(A)[1] == []
     cache.pool.check_integrity()
+
+
+def test_a_layer_that_raises_and_a_wrong_thread_are_refused_with_their_reason():
+    import mlx.core as mx
+    from mlx_lm.models.cache import KVCache
+
+    class Broken(KVCache):
+        @property
+        def offset(self) -> int:
+            raise OSError("out of order")
+
+        @offset.setter
+        def offset(self, value: int) -> None:
+            pass
+
+    from tiered_cache import layer_kinds
+
+    layer_kinds.register(layer_kinds.LayerKind(Broken, rows=("keys", "values")))
+    cache = MemoryAwarePrefixCache(MODEL)
+    assert not cache.store(A, [Broken()])
+    lazy = state_of(A)
+    for layer in lazy:
+        layer.keys = mx.exp(layer.keys)
+    stored: list[bool] = []
+    thread = threading.Thread(target=lambda: stored.append(cache.store(A, lazy)))
+    thread.start()
+    thread.join()
+    assert stored == [False]
+    assert cache.get_stats()["losses"] == {"refused_error": 1, "refused_thread": 1}
+    assert cache.store(A, lazy)  # on its own thread it is fine
