@@ -31,7 +31,7 @@ SEQUENCE = 600 * bytes_per_token()
 def layers(make: Callable[[], list[Any]], tokens: int) -> tuple[Any, list[Any]]:
     """A model with a cache of these layers, and a state of so many tokens, from two turns."""
     model, state = ShapeOnlyModel(), make()
-    model.make_cache = make  # type: ignore[attr-defined]
+    model.make_cache = make
     for layer in state:
         for size in (150, tokens - 150):
             getattr(layer, "maybe_trim_front", lambda: None)()

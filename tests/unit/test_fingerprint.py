@@ -39,7 +39,7 @@ def with_weight(name: str, change: Any) -> Any:
     return model
 
 
-class Adapted(nn.Module):  # type: ignore[misc]
+class Adapted(nn.Module):
     """A linear layer with an adapter that does nothing yet."""
 
     def __init__(self, linear: Any, rank: int = 2, scale: float = 1.0) -> None:

@@ -135,7 +135,7 @@ async def test_two_threads_that_touch_at_once_do_not_silence_it(tmp_path, monkey
         await spill(tier, block(0))
         both = threading.Barrier(2)
 
-        class Slow(deque):  # type: ignore[type-arg]
+        class Slow(deque):
             def append(self, item):  # both have appended before either asks for the length
                 super().append(item)
                 both.wait(2)
@@ -146,7 +146,7 @@ async def test_two_threads_that_touch_at_once_do_not_silence_it(tmp_path, monkey
             thread.start()
         for thread in threads:
             await asyncio.to_thread(thread.join)
-        Slow.append = deque.append  # type: ignore[method-assign]
+        Slow.append = deque.append
         tier.touch([block(0).key], hit=True)
         await asyncio.sleep(0.05)
         assert [e.hits for e in tier.catalog] == [3]
