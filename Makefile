@@ -7,7 +7,7 @@ OLDEST := .venv-oldest
 OLDEST_TESTS := tests/unit/test_layers.py tests/unit/test_layer_kinds.py tests/unit/test_memory_cache.py \
 	tests/integration/test_two_tiers.py tests/slow/test_zoo.py
 
-.PHONY: demo test unit integration coverage slow oldest lint bench clean
+.PHONY: demo test unit integration coverage faults slow oldest lint bench clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tiered-cache needs Python 3.11 or newer; run: make PYTHON=python3.11")'
@@ -23,7 +23,7 @@ $(VENV)/demo-model: $(VENV)/ready
 demo: $(VENV)/demo-model  ## the main job on a real model; DEMO="--quick" for a short one
 	$(BIN)/tiered-cache demo $(DEMO)
 
-test: lint coverage slow oldest  ## everything that must pass
+test: lint coverage faults slow oldest  ## everything that must pass
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -39,6 +39,9 @@ integration: $(VENV)/ready
 coverage: $(VENV)/ready
 	$(BIN)/python -m coverage run -m pytest -q tests/unit tests/integration
 	$(BIN)/python -m coverage report --skip-covered
+
+faults: $(VENV)/ready
+	$(BIN)/python -m pytest -q -m faults tests/faults
 
 slow: $(VENV)/demo-model
 	$(BIN)/python -m pytest -q -m slow tests/slow

@@ -15,13 +15,15 @@ file's name.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import xxhash
 
 from ssd_tier.buffers import Bytes, view
@@ -32,6 +34,8 @@ from ssd_tier.keys import TOKEN_BYTES, chain_key
 FORMAT = "tiered-cache"
 VERSION = "1"
 MAX_HEADER = 1 << 20  # bytes; a block of 200 layers needs about 40 kB
+_MAX_TOKENS = 1 << 26  # bytes of token ids in a file whose digest is not looked at
+_FIRST_READ = 1 << 16  # bytes: header and token ids of most blocks
 _DIGEST_AT = len('{"__metadata__":{"digest":"')
 _DIGEST_LEN = 32
 _NO_DIGEST = "0" * _DIGEST_LEN
@@ -92,6 +96,7 @@ class BlobInfo(NamedTuple):
     start: int
     model: str
     classes: str
+    origin: str
     tensors: tuple[TensorSpec, ...]
     parts: list[list[Part]]  # one list a stretch of one dtype
     raw_bytes: int
@@ -117,6 +122,7 @@ def encode_blob(block: Block, level: int | None) -> list[Bytes | bytes]:
         "start": str(block.start),
         "model": block.model,
         "classes": block.classes,
+        "origin": block.origin,
         "tensors": json.dumps(block.tensors, separators=(",", ":")),
         "parts": json.dumps([[(p.codec, p.raw_bytes) for p in s] for s in stretches], separators=(",", ":")),
         "raw_bytes": str(block.nbytes),
@@ -142,19 +148,50 @@ def read_info(file: Bytes) -> BlobInfo:
     Every byte is covered by the digest; key, namespace, parent and tokens must belong together. The parts are views of
     `file`. Any thread; lets go of the GIL for the digest.
     """
-    if len(file) < 8:
-        raise BlobDamaged("too short for a header")
-    size = int.from_bytes(file[:8].tobytes(), "little")
-    if not 0 < size <= min(MAX_HEADER, len(file) - 8):
-        raise BlobDamaged("the header's length is impossible")
+    size = _header_bytes(file[:8].tobytes(), len(file))
     head = file[: 8 + size].tobytes()
     cut = 8 + _DIGEST_AT
     blank = head[:cut] + _NO_DIGEST.encode() + head[cut + _DIGEST_LEN :]
     if _digest([blank, file[8 + size :]]).encode() != head[cut : cut + _DIGEST_LEN]:
         raise BlobDamaged("the digest does not match")
+    with _only_ours():
+        return _parse(json.loads(head[8:]), file[8 + size :], len(file) - 8 - size)
+
+
+def read_identity(read: Callable[[int], tuple[bytes, int]]) -> BlobInfo:
+    """What a blob says of itself, by its first bytes alone; `BlobDamaged` where they are not as written.
+
+    `read(n)` gives the first n bytes, or all there are, and the size of the file. Key, namespace, parent and tokens are
+    found to belong together; the digest, which covers every byte, is not looked at, and the parts are not there.
+    """
+    start, nbytes = read(_FIRST_READ)
+    size = _header_bytes(start[:8], nbytes)
+    with _only_ours():
+        if len(start) < 8 + size:
+            start, _ = read(8 + size)
+        header = json.loads(start[8 : 8 + size])
+        head = 8 + size + int(header["tokens"]["data_offsets"][1])
+        if len(start) < head <= min(nbytes, 8 + size + _MAX_TOKENS):
+            start, _ = read(head)
+        info = _parse(header, np.frombuffer(start[8 + size : head], np.uint8), nbytes - 8 - size)
+        return info._replace(parts=[])
+
+
+def _header_bytes(start: bytes, nbytes: int) -> int:
+    """The length of the header of a file of `nbytes`, by its first 8 bytes."""
+    if len(start) < 8:
+        raise BlobDamaged("too short for a header")
+    size = int.from_bytes(start, "little")
+    if not 0 < size <= min(MAX_HEADER, nbytes - 8):
+        raise BlobDamaged("the header's length is impossible")
+    return size
+
+
+@contextlib.contextmanager
+def _only_ours() -> Iterator[None]:
     try:
-        return _parse(json.loads(head[8:]), file[8 + size :])
-    except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as e:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, StopIteration, RecursionError, OverflowError) as e:
         raise BlobDamaged(f"the header is not one of ours ({e!r})") from e
 
 
@@ -168,7 +205,8 @@ def decode_blob(info: BlobInfo, out: Bytes) -> None:
         at += nbytes
 
 
-def _parse(header: dict[str, Any], data: Bytes) -> BlobInfo:
+def _parse(header: dict[str, Any], data: Bytes, length: int) -> BlobInfo:
+    """`data`: what follows the header, `length` bytes, or its beginning with the tokens."""
     meta = cast("dict[str, str]", header.pop("__metadata__"))
     if meta["format"] != FORMAT or meta["version"] != VERSION:
         raise BlobDamaged(f"format {meta['format']} {meta['version']}, not {FORMAT} {VERSION}")
@@ -180,25 +218,30 @@ def _parse(header: dict[str, Any], data: Bytes) -> BlobInfo:
             raise BlobDamaged("tensors overlap or leave gaps")
         at = stop
         spans.append((name, data[start:stop]))
-    if at != len(data) or not spans or spans[0][0] != "tokens":
+    if at != length or not spans or spans[0][0] != "tokens":
         raise BlobDamaged("tensors do not fill the file")
     tokens = spans.pop(0)[1].tobytes()
     tensors = tuple(TensorSpec(n, d, tuple(s)) for n, d, s in json.loads(meta["tensors"]))
+    if not all(type(n) is int and n >= 0 for t in tensors for n in t.shape):
+        raise BlobDamaged("a shape is impossible")
     queue = iter(spans)
     parts = [[_part(next(queue), *p) for p in stretch] for stretch in json.loads(meta["parts"])]
     namespace, parent, key = (bytes.fromhex(meta[k]) for k in ("namespace", "parent", "key"))
     raw = sum(t.nbytes for t in tensors)
-    if next(queue, None) is not None or raw != int(meta["raw_bytes"]) or len(parts) != len(_stretches(tensors)):
+    # Of each stretch, too: nothing is unpacked that is larger than what comes of it.
+    sizes = [sum(p.raw_bytes for p in stretch) for stretch in parts]
+    if next(queue, None) or raw != int(meta["raw_bytes"]) or sizes != [n for _, n in _stretches(tensors)]:
         raise BlobDamaged("parts and tensors do not fit each other")
     if len(tokens) % TOKEN_BYTES or not tokens or chain_key(namespace, parent, tokens) != key:
         raise BlobDamaged("key, namespace, parent and tokens do not belong together")
     return BlobInfo(
-        key, namespace, parent, tokens, int(meta["start"]), meta["model"], meta["classes"], tensors, parts, raw
-    )
+        key, namespace, parent, tokens, int(meta["start"]), meta["model"], meta["classes"],
+        meta.get("origin", ""), tensors, parts, raw,
+    )  # fmt: skip
 
 
 def _part(stored: tuple[str, Bytes], codec: Codec, raw_bytes: int) -> Part:
-    if codec not in ("raw", "zstd") or raw_bytes < 0:
+    if codec not in ("raw", "zstd") or type(raw_bytes) is not int or raw_bytes < 0:
         raise BlobDamaged(f"no part is {codec!r} of {raw_bytes} bytes")
     return Part(codec, raw_bytes, stored[1])
 

@@ -6,9 +6,11 @@ is one that nothing hangs on. Only the loop thread changes the catalog.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+from ssd_tier.clock import now
 from ssd_tier.leaf_first import leaf_first
 
 _MOST = 2**62  # SQLite's integers end at twice that
@@ -19,7 +21,7 @@ class Entry:
 
     __slots__ = (
         "created", "file_bytes", "generation", "hits", "ids", "key", "namespace", "parent", "raw_bytes",
-        "seq", "start",
+        "seq", "start", "used",
     )  # fmt: skip
 
     def __init__(
@@ -35,6 +37,7 @@ class Entry:
         seq: int = 0,
         hits: int = 0,
         created: int = 0,
+        used: int = 0,
     ) -> None:
         self.key = key
         self.namespace = namespace
@@ -46,7 +49,8 @@ class Entry:
         self.raw_bytes = raw_bytes
         self.seq = seq
         self.hits = hits
-        self.created = created
+        self.created = created  # these two in seconds since 1970
+        self.used = used
 
 
 class Catalog:
@@ -94,7 +98,7 @@ class Catalog:
         if seq is None:
             self.touch(self.chain(entry.key))
         else:
-            entry.seq = seq
+            entry.seq, entry.used = seq, now()
             self._sorted = False
 
     def expect(self, keys: Sequence[bytes]) -> None:
@@ -126,6 +130,7 @@ class Catalog:
 
     def touch(self, keys: Iterable[bytes], *, hit: bool = False) -> None:
         """Mark entries as just used, in the order given: leaf first, root last. Unknown keys are passed over."""
+        moment = now()
         for key in keys:
             entry = self._entries.get(key)
             if entry is None:
@@ -133,6 +138,7 @@ class Catalog:
             self._entries.move_to_end(key)
             self._clock += 1
             entry.seq = self._clock
+            entry.used = moment
             entry.hits = min(entry.hits + hit, _MOST)
             self._changed[key] = entry
 
@@ -151,6 +157,13 @@ class Catalog:
 
         Changes nothing; may fall short.
         """
+        return self._leaves(nbytes, lambda e: e.key not in spare and (before is None or e.seq < before))
+
+    def expired(self, before: int) -> list[Entry]:
+        """Entries that were not used since `before` (seconds since 1970), nor what hangs on them. Changes nothing."""
+        return self._leaves(math.inf, lambda e: e.used < before)
+
+    def _leaves(self, nbytes: float, free: Callable[[Entry], bool]) -> list[Entry]:
         if not self._sorted:
             self._entries = OrderedDict(sorted(self._entries.items(), key=lambda item: item[1].seq))
             self._sorted = True
@@ -161,7 +174,7 @@ class Catalog:
             parent=lambda e: e.parent,
             children=lambda e: self._children[e.key],
             size=lambda e: e.file_bytes,
-            free=lambda e: e.key not in spare and (before is None or e.seq < before),
+            free=free,
         )
 
     def take_changed(self) -> list[Entry]:

@@ -20,6 +20,7 @@ from ssd_tier.errors import BlobDamaged
 
 Codec = Literal["raw", "zstd"]
 
+_SMALL_WINDOW = 1 << 20  # bytes
 PAYS = 0.95  # a plane that keeps more than this share of its bytes is stored as it is
 _CHUNK = 1 << 17  # elements per pass: the temporaries stay in the second-level cache
 _WIDTH = {"BF16": 2, "F16": 2, "F32": 4}  # dtypes that are split into planes, and their bytes
@@ -114,8 +115,11 @@ def _decompress(part: Part) -> Bytes:
         return part.data
     try:
         # The frame's own word comes first: max_output_size does not bound a frame that declares its size.
-        if zstandard.get_frame_parameters(view(part.data)).content_size != part.raw_bytes:
+        frame = zstandard.get_frame_parameters(view(part.data))
+        if frame.content_size != part.raw_bytes:
             raise BlobDamaged("a compressed part declares another length than stated")
+        if frame.window_size > max(part.raw_bytes, _SMALL_WINDOW):
+            raise BlobDamaged("a compressed part asks for more memory than it can need")
         plain = _scratch.take(part.raw_bytes)
         with _coders.decompressor.stream_reader(view(part.data), read_across_frames=True) as reader:
             done = 0

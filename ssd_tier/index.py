@@ -1,7 +1,7 @@
 """The durable record of what is on the SSD: SQLite, one writing connection.
 
 Rows are a claim, not the truth: names of files are derived from keys, sizes come from `stat`, contents from the blobs'
-own digests. A lost commit costs a file that the next open collects.
+own digests. A lost commit costs a file that the next open collects; a lost index is made anew from the blobs.
 """
 
 from __future__ import annotations
@@ -11,39 +11,57 @@ import contextlib
 import os
 import sqlite3
 import stat
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiosqlite
 
 from ssd_tier.catalog import Entry
-from ssd_tier.errors import IndexUnusable
-from ssd_tier.files import Durability
+from ssd_tier.clock import today
+from ssd_tier.errors import IndexDamaged, IndexUnusable, environmental
+from ssd_tier.files import Directory, Durability
 from ssd_tier.migrations import check_version, migrate, scripts
 
-_COLUMNS = "key, namespace, parent, generation, start, ids, file_bytes, raw_bytes, seq, hits, created"
-_SELECT = f"SELECT {_COLUMNS} FROM block JOIN block_tokens USING (key)"
+KEEP_DAYS = 30  # of `written`
+
+_COLUMNS = "key, namespace, parent, generation, start, ids, file_bytes, raw_bytes, seq, hits, created, used"
+_SELECT = f"SELECT {_COLUMNS} FROM block JOIN block_tokens USING (key) ORDER BY seq"
 _ADD = (
     "INSERT OR REPLACE INTO block "
-    "(key, namespace, parent, generation, start, tokens, file_bytes, raw_bytes, seq, hits, created) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    "(key, namespace, parent, generation, start, tokens, file_bytes, raw_bytes, seq, hits, created, used) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
-
 _COUNT = (
     "INSERT INTO counter (name, value) VALUES (?, ?) "
     "ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
 )
+_WRITTEN = (
+    "INSERT INTO written (day, bytes) VALUES (?, ?) ON CONFLICT (day) DO UPDATE SET bytes = bytes + excluded.bytes"
+)
 
-_REMEDY = "move it away (the next start is then with an empty cache, and removes the blobs) or choose another ssd.path"
+Work = list[tuple[str, Sequence[Sequence[object]]]]  # statements with the rows that each is run for
+
+
+@dataclass
+class Contents:
+    """What an index says. `entries`: least recently used first; `models`: label of each namespace; `layers`: origin and
+    classes of each namespace; `written`: bytes of blobs by day."""
+
+    entries: list[Entry] = field(default_factory=list)
+    models: dict[bytes, str] = field(default_factory=dict)
+    layers: dict[bytes, tuple[str, str]] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)
 
 
 class Index:
     """The one writing connection. Its methods belong to the loop thread."""
 
-    def __init__(self, connection: aiosqlite.Connection) -> None:
+    def __init__(self, connection: aiosqlite.Connection, path: Path) -> None:
         self._connection = connection
+        self._name = path.name
         self._lock = asyncio.Lock()  # one transaction at a time: all tasks share the connection
 
     @classmethod
@@ -61,60 +79,33 @@ class Index:
                 "busy_timeout = 5000",
                 "wal_autocheckpoint = 256",
                 "trusted_schema = OFF",
+                "cell_size_check = ON",
             ):
                 await connection.execute(f"PRAGMA {pragma}")
         except BaseException:
             await connection.close()
             raise
-        return cls(connection)
+        return cls(connection, path)
 
-    async def apply(
-        self,
-        *,
-        added: Sequence[Entry] = (),
-        removed: Iterable[bytes] = (),
-        touched: Sequence[Entry] = (),
-        models: Mapping[bytes, str] | None = None,
-        layers: Mapping[bytes, tuple[str, str]] | None = None,
-        counters: Mapping[str, int] | None = None,
-    ) -> None:
-        """All of it in one transaction, or nothing.
-
-        `layers`: origin and classes of namespaces. `counters` are added to what is there. Raises sqlite3.Error.
+    async def apply(self, **changes: Any) -> None:
+        """All of `statements(**changes)` in one transaction, or nothing. Raises sqlite3.Error.
 
         Cancelling it does not take it back: it is carried to its end.
         """
-        keys = [(k,) for k in removed]
-        rows = [
-            (e.key, e.namespace, e.parent, e.generation, e.start, len(e.ids) // 8, e.file_bytes, e.raw_bytes, e.seq,
-             e.hits, e.created)
-            for e in added
-        ]  # fmt: skip
-        work: list[tuple[str, Sequence[Sequence[object]]]] = [
-            ("DELETE FROM block WHERE key = ?", keys),
-            ("DELETE FROM block_tokens WHERE key = ?", keys),
-            (_ADD, rows),
-            ("INSERT OR REPLACE INTO block_tokens (key, ids) VALUES (?, ?)", [(e.key, e.ids) for e in added]),
-            ("UPDATE block SET seq = ?, hits = ? WHERE key = ?", [(e.seq, e.hits, e.key) for e in touched]),
-            ("INSERT OR REPLACE INTO namespace (digest, model) VALUES (?, ?)", list((models or {}).items())),
-            (
-                "INSERT OR REPLACE INTO layers (namespace, origin, classes) VALUES (?, ?, ?)",
-                [(k, *v) for k, v in (layers or {}).items()],
-            ),
-            (_COUNT, list((counters or {}).items())),
-        ]
         # Cancelling an await does not take back its statement, and would leave the transaction open.
-        await asyncio.shield(self._transact(work))
+        await asyncio.shield(self._transact(statements(**changes)))
 
-    async def _transact(self, work: Sequence[tuple[str, Sequence[Sequence[object]]]]) -> None:
+    async def _transact(self, work: Work) -> None:
         c = self._connection
         async with self._lock:
             try:
+                Directory.hook("begin", self._name)
                 await c.execute("BEGIN IMMEDIATE")
-                for statement, values in work:
-                    if values:  # each call is a trip to the connection's thread and back
-                        await c.executemany(statement, values)
+                for statement, rows in work:
+                    await c.executemany(statement, rows)  # each call is a trip to the connection's thread and back
+                Directory.hook("commit", self._name)
                 await c.execute("COMMIT")
+                Directory.hook("committed", self._name)
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):
                     if c.in_transaction:
@@ -127,80 +118,142 @@ class Index:
             await self._connection.close()
 
 
-def prepare(path: Path) -> list[Entry]:
-    """Create or migrate the index and read all of it, least recently used first.
+def statements(
+    *,
+    added: Sequence[Entry] = (),
+    removed: Iterable[bytes] = (),
+    touched: Sequence[Entry] = (),
+    models: Mapping[bytes, str] | None = None,
+    layers: Mapping[bytes, tuple[str, str]] | None = None,
+    counters: Mapping[str, int] | None = None,
+    written: int = 0,
+) -> Work:
+    """SQL for a change. `counters`, and the bytes `written` today, are added to what is there. Pure."""
+    gone = [(k,) for k in removed]
+    rows = [
+        (e.key, e.namespace, e.parent, e.generation, e.start, len(e.ids) // 8, e.file_bytes, e.raw_bytes, e.seq,
+         e.hits, e.created, e.used)
+        for e in added
+    ]  # fmt: skip
+    work: Work = [
+        ("DELETE FROM block WHERE key = ?", gone),
+        ("DELETE FROM block_tokens WHERE key = ?", gone),
+        (_ADD, rows),
+        ("INSERT OR REPLACE INTO block_tokens (key, ids) VALUES (?, ?)", [(e.key, e.ids) for e in added]),
+        (
+            "UPDATE block SET seq = ?, hits = ?, used = ? WHERE key = ?",
+            [(e.seq, e.hits, e.used, e.key) for e in touched],
+        ),
+        ("INSERT OR REPLACE INTO namespace (digest, model) VALUES (?, ?)", list((models or {}).items())),
+        (
+            "INSERT OR REPLACE INTO layers (namespace, origin, classes) VALUES (?, ?, ?)",
+            [(k, *v) for k, v in (layers or {}).items()],
+        ),
+        (_COUNT, list((counters or {}).items())),
+        (_WRITTEN, [(today(), written)] if written else []),
+        ("DELETE FROM written WHERE day <= ?", [(today() - KEEP_DAYS,)] if written else []),
+    ]
+    return [(statement, values) for statement, values in work if values]
 
-    Blocks: before the loop runs. Raises `IndexUnusable`, leaving the file as it is.
+
+def prepare(path: Path, find: Callable[[], Contents] = Contents) -> Contents:
+    """Create or migrate the index and read all of it. A new one is filled with what `find` returns, in the transaction
+    that creates it: killed before its end, the next open finds a new one again.
+
+    Blocks: before the loop runs. Raises `IndexUnusable` or `IndexDamaged`, leaving the file as it is.
     """
-    try:
-        if not path.exists():
+    with _told(path):
+        if not os.path.lexists(path):
             # Ours before SQLite makes it, so that the index and its journals are private whatever the umask.
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-        _check_file(path)
+        _check_files(path)
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
             connection.execute("PRAGMA busy_timeout = 5000")
             connection.execute("PRAGMA mmap_size = 0")
+            connection.execute("PRAGMA cell_size_check = ON")
             steps = scripts()
+
+            def fill() -> None:
+                found = find()
+                changes = statements(added=found.entries, models=found.models, layers=found.layers)
+                for statement, rows in changes:
+                    connection.executemany(statement, rows)
+
             if check_version(connection, path, len(steps)) < len(steps):  # nothing is written to one that is up to date
                 connection.execute("PRAGMA journal_mode = WAL")
-                migrate(connection, path, steps)
-            return [Entry(*row) for row in connection.execute(f"{_SELECT} ORDER BY seq")]
-    except (sqlite3.Error, OSError) as e:
-        raise _unusable(path, e) from e
+                migrate(connection, path, steps, fill)
+            return read_contents(connection)
 
 
 @contextlib.contextmanager
 def read_only(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that only reads, beside a running owner. Raises `IndexUnusable`."""
-    try:
-        _check_file(path)
+    """A connection that only reads, beside a running owner. Raises `IndexUnusable` or `IndexDamaged`."""
+    with _told(path):
+        os.lstat(path)
+        _check_files(path)
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             connection.execute("PRAGMA query_only = 1")
             connection.execute("PRAGMA mmap_size = 0")
-            if check_version(connection, path, len(scripts())) == 0:
+            have, known = check_version(connection, path, len(scripts())), len(scripts())
+            if have == 0:
                 raise IndexUnusable(f"{path} is empty; start the program that uses it first")
+            if have < known:
+                raise IndexUnusable(f"{path} is of an older version; start the program that uses it, which migrates it")
             yield connection
-    except (sqlite3.Error, OSError) as e:
-        raise _unusable(path, e) from e
 
 
-def read_entries(connection: sqlite3.Connection) -> list[Entry]:
-    """Every row, least recently used first."""
-    return [Entry(*row) for row in connection.execute(f"{_SELECT} ORDER BY seq")]
+def read_contents(connection: sqlite3.Connection) -> Contents:
+    """All of an index. Raises sqlite3.Error, or ValueError for what no index of ours says."""
+    contents = Contents(
+        [_entry(row) for row in connection.execute(_SELECT)],
+        dict(connection.execute("SELECT digest, model FROM namespace")),
+        {k: (o, c) for k, o, c in connection.execute("SELECT namespace, origin, classes FROM layers")},
+        dict(connection.execute("SELECT name, value FROM counter ORDER BY name")),
+        dict(connection.execute("SELECT day, bytes FROM written ORDER BY day")),
+    )
+    for table, kinds in (
+        (contents.models, (bytes, str)), (contents.counters, (str, int)), (contents.written, (int, int))
+    ):  # fmt: skip
+        if not all(isinstance(k, kinds[0]) and isinstance(v, kinds[1]) for k, v in table.items()):
+            raise ValueError("a row of another type than its column's")
+    if not all(type(v) is str for k, values in contents.layers.items() for v in values):
+        raise ValueError("a row of another type than its column's")
+    return contents
 
 
-def read_models(connection: sqlite3.Connection) -> dict[bytes, str]:
-    """The label of each namespace's model."""
-    return dict(connection.execute("SELECT digest, model FROM namespace"))
+def _entry(row: Sequence[Any]) -> Entry:
+    """A row, if it is one that we could have written: a damaged page can hold anything."""
+    key, namespace, parent, generation, start, ids, *numbers = row
+    if not type(key) is type(namespace) is type(parent) is type(ids) is bytes:
+        raise ValueError("a key that is no bytes")
+    if not len(key) == len(namespace) == len(parent) == 32 or not ids or len(ids) % 8:
+        raise ValueError("a key of another length")
+    if not all(type(n) is int for n in (generation, start, *numbers)):
+        raise ValueError("a number that is none")
+    if generation < 0 or start < 0 or numbers[0] <= 0 or numbers[1] <= 0 or numbers[3] < 0:
+        raise ValueError("a number below what is possible")
+    return Entry(*row)
 
 
-def read_layers(path: Path) -> dict[bytes, tuple[str, str]]:
-    """Origin and classes of each namespace. Blocks; before the loop runs. Raises `IndexUnusable`."""
-    with read_only(path) as connection:
-        return {k: (o, c) for k, o, c in connection.execute("SELECT namespace, origin, classes FROM layers")}
+def _check_files(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(f"{path}{suffix}").st_mode):  # SQLite would hang on a FIFO
+                raise IndexUnusable(f"{path}{suffix} is not a regular file; move it away or choose another ssd.path")
 
 
-def read_counters(connection: sqlite3.Connection) -> dict[str, int]:
-    """Sums over all runs, by name."""
-    return dict(connection.execute("SELECT name, value FROM counter ORDER BY name"))
-
-
-def now() -> int:
-    """Seconds since 1970, for the `created` column."""
-    return int(time.time())
-
-
-def _check_file(path: Path) -> None:
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        raise IndexUnusable(f"{path} is not a regular file; move it away or choose another ssd.path")
-
-
-def _unusable(path: Path, error: Any) -> IndexUnusable:
-    if isinstance(error, FileNotFoundError):
-        return IndexUnusable(f"{path} does not exist; check ssd.path, or start the program that writes it first")
-    if "locked" in str(error):
-        return IndexUnusable(f"{path} is locked by another program; close that one first")
-    if isinstance(error, sqlite3.DatabaseError) and "not a database" in str(error):
-        return IndexUnusable(f"{path} is not an SQLite database; {_REMEDY}")
-    return IndexUnusable(f"{path} cannot be used as an index ({error}); {_REMEDY}")
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Faults of an index as sentences."""
+    try:
+        yield
+    except FileNotFoundError as e:
+        told = f"{path} does not exist; check ssd.path, or start the program that writes it first"
+        raise IndexUnusable(told) from e
+    except (sqlite3.Error, OSError, ValueError) as e:
+        if "locked" in str(e):
+            raise IndexUnusable(f"{path} is locked by another program; close that one first") from e
+        if environmental(e):
+            raise IndexUnusable(f"{path} cannot be used ({e}); check the disk or choose another ssd.path") from e
+        told = "it is made anew when the program that uses it starts, or by: tiered-cache rebuild-index"
+        raise IndexDamaged(f"{path} is damaged ({e}); {told}") from e

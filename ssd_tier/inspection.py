@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from ssd_tier.blob import BlobInfo, read_info
 from ssd_tier.catalog import Entry
+from ssd_tier.claim import check_usable
 from ssd_tier.errors import BlobDamaged, IndexUnusable
-from ssd_tier.files import INDEX_NAME, Directory, check_usable
-from ssd_tier.index import read_counters, read_entries, read_models, read_only
+from ssd_tier.files import Directory
+from ssd_tier.index import read_contents, read_only
 
 
 class Sequence(NamedTuple):
@@ -51,11 +52,11 @@ class Inspection:
         """Raises `DirectoryUnusable` or `IndexUnusable`."""
         check_usable(root, writable=False)
         self.root = root
-        self._directory = Directory(root, -1)
-        with read_only(root / INDEX_NAME) as connection:
-            self.entries = read_entries(connection)
-            self.models = read_models(connection)
-            self.counters = read_counters(connection)
+        self._directory = Directory(root)
+        with read_only(self._directory.index_path) as connection:
+            contents = read_contents(connection)
+        self.entries, self.models = contents.entries, contents.models
+        self.counters, self.written = contents.counters, contents.written
         self._by_key = {e.key: e for e in self.entries}
 
     def sequences(self) -> list[Sequence]:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 def leaf_first(
     order: Iterable[T],
-    nbytes: int,
+    nbytes: float,
     *,
     name: Callable[[T], Hashable],
     parent: Callable[[T], Hashable],

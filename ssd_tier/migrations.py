@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from ssd_tier.errors import IndexUnusable
+from ssd_tier.files import Directory
 
 APPLICATION_ID = 0x544B5631  # "TKV1"
 
@@ -39,26 +41,31 @@ def check_version(connection: sqlite3.Connection, path: Path, known: int) -> int
     return version
 
 
-def migrate(connection: sqlite3.Connection, path: Path, steps: list[str] | None = None) -> int:
-    """Bring the index to the newest schema in one transaction; return its version.
+def migrate(
+    connection: sqlite3.Connection, path: Path, steps: list[str], fill: Callable[[], object] = lambda: None
+) -> None:
+    """Bring the index to the newest schema in one transaction; `fill` is called in it where the index is new.
 
     `connection` is in autocommit mode. The version is read inside the transaction: read before it, two processes that
     start at once both migrate.
     """
-    steps = scripts() if steps is None else steps
     connection.execute("BEGIN IMMEDIATE")
     try:
-        for script in steps[check_version(connection, path, len(steps)) :]:
+        have = check_version(connection, path, len(steps))
+        for script in steps[have:]:
             for statement in _statements(script):  # executescript() would commit first
+                Directory.hook("migrate", path.name)
                 connection.execute(statement)
+        if have == 0:
+            fill()
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {len(steps)}")
+        Directory.hook("commit", path.name)
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
-    return len(steps)
 
 
 def _statements(script: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd_tier.blob import Block, decode_blob, read_info
+from ssd_tier.blob import MAX_HEADER, Block, decode_blob, read_info
 from ssd_tier.catalog import Entry
 from ssd_tier.errors import BlobDamaged
 from ssd_tier.files import Directory
@@ -15,6 +15,8 @@ def read_block(directory: Directory, entry: Entry) -> Block:
 
     Raises `BlobDamaged` for a fault of the content and OSError for one of the machine.
     """
+    if entry.file_bytes > entry.raw_bytes + len(entry.ids) + MAX_HEADER:  # nothing is stored larger than it is
+        raise BlobDamaged(f"{entry.file_bytes} bytes cannot hold {entry.raw_bytes}")
     info = read_info(directory.read(entry.key, entry.generation, entry.file_bytes))
     said = (info.key, info.namespace, info.parent, info.tokens, info.start, info.raw_bytes)
     if said != (entry.key, entry.namespace, entry.parent, entry.ids, entry.start, entry.raw_bytes):
@@ -31,4 +33,5 @@ def read_block(directory: Directory, entry: Entry) -> Block:
         classes=info.classes,
         data=data,
         model=info.model,
+        origin=info.origin,
     )

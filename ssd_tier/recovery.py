@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
 from typing import NamedTuple
 
 from ssd_tier.catalog import Entry
+from ssd_tier.errors import IndexDamaged
 from ssd_tier.files import Directory
+from ssd_tier.index import Contents, prepare
+from ssd_tier.rebuild import contents_of
+
+log = logging.getLogger("ssd_tier")
 
 
 class Recovered(NamedTuple):
-    """`entries` can be served; `dropped` are rows to delete; the rest counts files, for the log and the counters."""
+    """`contents.entries` can be served; `dropped` are rows to delete; the rest counts files, for the log."""
 
-    entries: list[Entry]
+    contents: Contents
     dropped: list[Entry]
     temporary: int
     orphans: int
+    rebuilt: bool
 
 
-def recover(directory: Directory, rows: Sequence[Entry]) -> Recovered:
-    """Remove temporary files and blobs that no row names; sort out rows without a file of the stated size.
+def recover(directory: Directory) -> Recovered:
+    """Read the index, or make it anew from the blobs where it is missing or damaged; remove temporary files and blobs
+    that no row names; sort out rows without a file of the stated size.
 
-    Blocks; before the loop runs. Sizes come from the file system. Raises OSError.
+    Blocks; before the loop runs. Sizes come from the file system. Raises `IndexUnusable` and OSError; then nothing has
+    been removed.
     """
+    rebuilt = False
+
+    def find() -> Contents:
+        nonlocal rebuilt
+        found = contents_of(directory)
+        rebuilt = bool(found.entries)
+        return found
+
+    try:
+        contents = prepare(directory.index_path, find)
+    except IndexDamaged as e:
+        log.warning("ssd: %s", e)
+        directory.quarantine_index()
+        contents = prepare(directory.index_path, find)
     temporary = directory.clear_temporary()
-    named = {(e.key, e.generation): e for e in rows}
+    named = {(e.key, e.generation): e for e in contents.entries}
     found: set[bytes] = set()
     orphans = 0
     for file in list(directory.blobs()):
@@ -33,11 +55,11 @@ def recover(directory: Directory, rows: Sequence[Entry]) -> Recovered:
             orphans += _removed(directory, file.key, file.generation)
         elif file.nbytes == entry.file_bytes:
             found.add(file.key)
-    kept = [e for e in rows if e.key in found]
-    dropped = [e for e in rows if e.key not in found]
-    for entry in dropped:  # a file of another size than its row says holds something else
-        _removed(directory, entry.key, entry.generation)
-    return Recovered(kept, dropped, temporary, orphans)
+        else:  # it holds something else
+            _set_aside(directory, entry)
+    dropped = [e for e in contents.entries if e.key not in found]
+    contents.entries = [e for e in contents.entries if e.key in found]
+    return Recovered(contents, dropped, temporary, orphans, rebuilt)
 
 
 def _removed(directory: Directory, key: bytes, generation: int) -> bool:
@@ -47,3 +69,10 @@ def _removed(directory: Directory, key: bytes, generation: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _set_aside(directory: Directory, entry: Entry) -> None:
+    try:
+        directory.quarantine(entry.key, entry.generation)
+    except OSError:
+        _removed(directory, entry.key, entry.generation)

@@ -10,27 +10,32 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ssd_tier.blob import Block
-from ssd_tier.budget import Budget
-from ssd_tier.catalog import Catalog
+from ssd_tier.breaker import Breaker
+from ssd_tier.budget import QUARANTINE_SHARE, Budget
+from ssd_tier.catalog import Catalog, Entry
 from ssd_tier.errors import BlobDamaged, IndexUnusable
 from ssd_tier.files import Directory, Durability
-from ssd_tier.index import Index, prepare, read_layers
+from ssd_tier.index import Index
 from ssd_tier.reader import read_block
 from ssd_tier.recovery import recover
-from ssd_tier.spill import Listener, SpillQueue, SpillWriter
+from ssd_tier.spill import Listener, SpillQueue
+from ssd_tier.store import Store
+from ssd_tier.writer import Writer
 
 log = logging.getLogger("ssd_tier")
 
 READERS = 4  # threads: two wait for the disk while two decode
 WRITERS = 2
-SAVE_EVERY = 30.0  # seconds between writes of recency and counters, when nothing else is written
+FAULTS = 8  # reads in a row that failed twice each, before the disk is left alone
+SAVE_EVERY = 30.0  # seconds between looks at the budget, and writes of recency when nothing else is written
 
 
 class TierOptions(NamedTuple):
-    """Where the blocks lie and how many bytes they may take. `level`: zstandard's, or None for no compression."""
+    """Where the blocks lie and how many bytes they may take. `level`: zstandard's, or None for no compression.
+    `retention` in seconds, `daily` in bytes written a day; 0: no limit."""
 
     path: Path
     budget: int
@@ -38,6 +43,8 @@ class TierOptions(NamedTuple):
     spill_queue: int
     level: int | None = 1
     durability: Durability = "cache"
+    retention: float = 0
+    daily: int = 0
 
 
 class SSDTier:
@@ -51,18 +58,19 @@ class SSDTier:
         self.options = options
         self.counters: Counter[str] = Counter()
         self.queue = SpillQueue(options.spill_queue)
-        self._directory = Directory.own(options.path)
+        self.reading = Breaker("reading", FAULTS)
+        self._directory = Directory.own(options.path, options.budget // QUARANTINE_SHARE)
         try:
-            rows = prepare(self._directory.index_path)
-            self.layers = read_layers(self._directory.index_path)  # of namespaces: origin and classes
-            self._recovered = recover(self._directory, rows)
+            self._recovered = recover(self._directory)
         except OSError as e:
             self._directory.close()
             raise IndexUnusable(f"{options.path} cannot be read ({e.strerror}); check the disk") from e
         except BaseException:
             self._directory.close()
             raise
-        self.catalog = Catalog(self._recovered.entries)
+        if self._recovered.rebuilt:
+            log.warning("ssd: %d blocks found without an index", len(self._recovered.contents.entries))
+        self.layers = self._recovered.contents.layers  # of namespaces: origin and classes
         self.counters["orphans_removed"] = self._recovered.orphans + self._recovered.temporary
         self.counters["lost_missing"] = len(self._recovered.dropped)
         self._touches: deque[tuple[Sequence[bytes], bool]] = deque()
@@ -71,36 +79,43 @@ class SSDTier:
 
     async def start(self, listener: Listener) -> None:
         """Connect to the index, enforce the budget, start the writer. On the loop that the tier lives on."""
+        options = self.options
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._readers = ThreadPoolExecutor(READERS, "tiered-cache-read")
         self._writers = ThreadPoolExecutor(WRITERS, "tiered-cache-write")
-        self._index = await Index.open(self._directory.index_path, self.options.durability)
+        index = await Index.open(self._directory.index_path, options.durability)
         try:
-            await self._index.apply(removed=[e.key for e in self._recovered.dropped])
-            self.writer = SpillWriter(
-                self.queue,
+            await index.apply(removed=[e.key for e in self._recovered.dropped])
+            self._store = Store(
                 self._directory,
-                self._index,
-                self.catalog,
-                Budget(self.options.budget, self.options.min_free),
+                index,
+                self._recovered.contents,
+                Budget(options.budget, options.min_free, options.retention, options.daily),
                 listener,
                 self.counters,
                 self._writers,
-                level=self.options.level,
-                durability=self.options.durability,
+                options.durability,
             )
-            await self.writer.make_room(0, set())
+            del self._recovered
+            self.writer = Writer(self.queue, self._store, listener, self.counters, options.level)
+            await self._store.expire()
+            await self._store.make_room(0, set())
             if evicted := self.counters["blocks_evicted"]:
                 log.warning(
                     "ssd: %s held more than ssd.budget and ssd.min_free allow: %d blocks removed",
-                    self.options.path,
+                    options.path,
                     evicted,
                 )
         except BaseException:
-            await self._index.close()
+            await index.close()
             raise
-        self._tasks = [self._loop.create_task(self.writer.run()), self._loop.create_task(self._save_now_and_then())]
+        self._tasks = [self._loop.create_task(self.writer.run()), self._loop.create_task(self._now_and_then())]
+
+    @property
+    def catalog(self) -> Catalog:
+        """What is on the SSD. Changed on the loop thread alone."""
+        return self._store.catalog
 
     def put(self, block: Block) -> bool:
         """Queue a block for writing; False where the queue is full. Any thread; never waits."""
@@ -128,7 +143,7 @@ class SSDTier:
     async def remove(self, keys: Sequence[bytes]) -> None:
         """Remove blocks from index and disk. Loop thread."""
         if not self._closed:
-            await self.writer.remove(keys)
+            await self._store.remove(keys)
 
     async def read(self, key: bytes, wanted: Callable[[], bool] = lambda: True) -> Block | None:
         """A verified block, or None and a counter that says why. Loop thread; the work is done in reader threads.
@@ -139,27 +154,45 @@ class SSDTier:
         if entry is None or self._closed:
             self.counters["miss_evicted"] += 1
             return None
+        if not self.reading.allows():
+            self.counters["miss_ssd_off"] += 1
+            return None
         try:
-            block = await self._loop.run_in_executor(
-                self._readers, lambda: read_block(self._directory, entry) if wanted() else None
-            )
+            block = await self._loop.run_in_executor(self._readers, self._read, entry, wanted)
         except (BlobDamaged, FileNotFoundError) as e:
-            if self.catalog.get(key) is entry:  # else it was evicted while the read was on its way
-                reason = "damaged" if isinstance(e, BlobDamaged) else "missing"
-                self.counters[f"lost_{reason}"] += 1
-                log.warning("ssd: block %s is lost: %s", key.hex()[:12], e)
-                await self.remove([key])
-            else:
+            if self.catalog.get(key) is not entry:  # evicted while the read was on its way
                 self.counters["miss_evicted"] += 1
+                return None
+            damaged = isinstance(e, BlobDamaged)
+            self.counters["lost_damaged" if damaged else "lost_missing"] += 1
+            log.warning("ssd: block %s is lost: %s", key.hex()[:12], e)
+            await self._store.remove([key], damaged=damaged)
             return None
         except (OSError, MemoryError, RuntimeError) as e:  # the machine's fault, not the blob's: it stays
             self.counters["read_failed"] += 1
-            log.warning("ssd: block %s could not be read (%s)", key.hex()[:12], e)
+            log.info("ssd: block %s could not be read (%s)", key.hex()[:12], e)
+            if isinstance(e, OSError):
+                self.reading.failed(e)
             return None
         if block:
+            self.reading.succeeded()
             self.counters["blocks_read"] += 1
             self.counters["bytes_read"] += entry.file_bytes
+        else:
+            self.reading.try_soon()  # nothing was tried
         return block
+
+    def _read(self, entry: Entry, wanted: Callable[[], bool]) -> Block | None:
+        """Twice, where the machine fails: many such faults pass. In a reader thread."""
+        if not wanted():
+            return None
+        try:
+            return read_block(self._directory, entry)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            self.counters["read_again"] += 1
+            return read_block(self._directory, entry)
 
     def expect(self, keys: Sequence[bytes]) -> None:
         """The order of use, least recent first, of blocks that are here or about to come. Loop thread."""
@@ -169,8 +202,8 @@ class SSDTier:
     async def save(self) -> None:
         """Write recency and counters to the index; a fault of the index is passed over. Loop thread."""
         self._apply_touches()
-        with contextlib.suppress(sqlite3.Error, ValueError):  # ValueError: closed already
-            await self.writer.save_recency()
+        with contextlib.suppress(sqlite3.Error, OSError, ValueError):  # ValueError: closed already
+            await self._store.save()
 
     async def close(self) -> None:
         """Stop the writer after its batch at hand, save recency, let go of everything. Loop thread; idempotent."""
@@ -178,8 +211,8 @@ class SSDTier:
             return
         self._closed = True
         self.writer.stop()
-        await self._tasks[0]
         self._tasks[1].cancel()
+        await asyncio.wait(self._tasks)
         await self.writer.discard_due()
         self.writer.progress.set()  # for a flush that waits: it will not get further
         left = self.queue.close()
@@ -187,13 +220,16 @@ class SSDTier:
             self.counters["lost_closed"] += len(left)
             self._listener.on_lost(left, "closed")
         await self.save()
-        await self._index.close()
+        await self._store.close()
         await self._loop.run_in_executor(None, self._shut_pools)
         self._directory.close()
 
-    def stats(self) -> dict[str, int]:
-        """Sizes in bytes and counts. Any thread."""
+    def stats(self) -> dict[str, Any]:
+        """Sizes in bytes and counts; why the disk is left alone, if it is. Any thread."""
         return {
+            "writing_off": self.writer.breaker.fault,
+            "reading_off": self.reading.fault,
+            "written_today": self._store.written_today,
             "blocks": len(self.catalog),
             "file_bytes": self.catalog.file_bytes,
             "raw_bytes": self.catalog.raw_bytes,
@@ -226,7 +262,10 @@ class SSDTier:
             keys, hit = self._touches.popleft()
             self.catalog.touch(keys, hit=hit)
 
-    async def _save_now_and_then(self) -> None:
+    async def _now_and_then(self) -> None:
         while True:
             await asyncio.sleep(SAVE_EVERY)
+            with contextlib.suppress(OSError):  # the disk fails: its own look-ups will say so
+                await self._store.expire()
+                await self._store.make_room(0, set())  # somebody else may have filled the disk
             await self.save()

@@ -19,7 +19,7 @@ import numpy as np
 from ssd_tier import Block, Entry, SSDTier, TensorSpec, TierOptions
 from ssd_tier.blob import encode_blob
 from ssd_tier.buffers import Bytes
-from ssd_tier.index import read_entries, read_only
+from ssd_tier.index import read_contents, read_only
 from ssd_tier.keys import chain_key
 
 NAMESPACE = sha256(b"a namespace").digest()
@@ -87,6 +87,7 @@ class Recorder:
         self.stored: list[bytes] = []
         self.removed: list[bytes] = []
         self.lost: dict[bytes, str] = {}
+        self.came_back = 0
 
     def on_stored(self, entries: Sequence[Entry]) -> None:
         self.stored += [e.key for e in entries]
@@ -96,6 +97,9 @@ class Recorder:
 
     def on_removed(self, entries: Sequence[Entry]) -> None:
         self.removed += [e.key for e in entries]
+
+    def on_back(self) -> None:
+        self.came_back += 1
 
 
 class Watch(Recorder):
@@ -177,7 +181,7 @@ def keys(*found: Any) -> list[bytes]:
 def rows(root: Path) -> list[Entry]:
     """What the index says, read beside the owner."""
     with read_only(root / "index.sqlite") as reader:
-        return read_entries(reader)
+        return read_contents(reader).entries
 
 
 def path_of(tier: SSDTier, b: Block) -> Path:

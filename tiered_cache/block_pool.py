@@ -119,6 +119,13 @@ class BlockPool(Residency):
                     node.entry = None
                     self.tree.prune(node)
 
+    def on_back(self) -> None:
+        """`Listener`: what could not be written is tried again."""
+        with self.lock:
+            for node in self._dirty:
+                node.failed = False
+            self._feed()
+
     # -- what has to be written
 
     def begin_flush(self) -> set[bytes]:

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 SIZE_UNITS: dict[str, float] = {
     "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-DURATION_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
+DURATION_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 DETECT = "detect"  # TOML has no null: this word, like a key left out, asks for the value that fits the machine
 
 
@@ -63,7 +63,7 @@ def parse_size(text: str | int) -> int:
 
 
 def parse_duration(text: str | float) -> float:
-    """Seconds of 1.5, "500ms", "10s", "2m", "1h". ConfigError if it is not a duration up to a year (waits overflow)."""
+    """Seconds of 1.5, "500ms", "10s", "2m", "1h", "30d". ConfigError if not up to a year (waits overflow)."""
     return float(_parse(text, "duration; write seconds", int | float, DURATION_UNITS, 0, 8760 * 3600))
 
 
@@ -88,8 +88,9 @@ def _absolute(value: Any, info: ValidationInfo) -> Path | None:
     return Path(os.path.abspath(os.path.join((info.context or {}).get("base", ""), expanded)))
 
 
-# In a field's metadata, the first two also tell how its value is shown.
+# In a field's metadata, these three also tell how its value is shown.
 SIZE = BeforeValidator(lambda value: None if value is None or value == DETECT else parse_size(value))
+SIZE_OR_ZERO = BeforeValidator(lambda value: 0 if str(value) == "0" else parse_size(value))
 DURATION = BeforeValidator(parse_duration)
 DetectedSize = Annotated[int | None, SIZE]
 DetectedPath = Annotated[Path | None, BeforeValidator(_absolute)]
@@ -139,13 +140,17 @@ class SsdSection(_Frozen):
     durability: Literal["cache", "batch", "full"] = _key(
         "cache", "Power loss: cache, nothing was synced; batch, costs the last batch; full, nothing.")
     spill_queue: DetectedSize = _key(None, "RAM for what waits to be written. Detected: 1/8 of the limit, up to 1 GiB.")
+    retention: Annotated[float, DURATION] = _key(0.0, 'Remove what was not used for so long, like "30d". 0: never.')
+    daily_writes: Annotated[int, SIZE_OR_ZERO] = _key(
+        0, 'Most bytes to write in a day (UTC), like "500GB", to spare the SSD. 0: any.')
+
+    close_deadline: Annotated[float, DURATION] = _key(10.0, "Longest that closing may take to save what RAM holds.")
+
     @model_validator(mode="after")
     def _room_for_an_index(self) -> SsdSection:
         if self.budget is not None and self.budget < 4_000_000:
             raise ConfigError(f"ssd.budget = {self.budget}: must be 4 MB at least; the index alone takes half of that")
         return self
-
-    close_deadline: Annotated[float, DURATION] = _key(10.0, "Longest that closing may take to save what RAM holds.")
 
 
 class PromotionSection(_Frozen):
@@ -239,7 +244,7 @@ FIELDS: dict[str, FieldInfo] = {f"{section}.{name}": field for section, part in 
 def template() -> str:
     """A TOML file with every key explained and its default commented out."""
     lines = ["# Settings of tiered-cache. To change one, remove the # before it. Sizes: bytes, or 8GB, 8GiB and the",
-             '# like in quotes; durations: seconds, or "500ms", "10s", "2m", "1h". "detect": what fits the machine.']
+             '# like in quotes; durations: seconds, or "500ms", "10s", "2m", "9d". "detect": what fits the machine.']
     for key, field in FIELDS.items():
         section, name = key.split(".")
         lines += [] if f"[{section}]" in lines else ["", f"[{section}]"]
@@ -252,7 +257,7 @@ def template() -> str:
 def _shown(field: FieldInfo, value: Any) -> str:
     words = f"{value:.10g}s" if DURATION in field.metadata else _toml(value)
     words = str(value) if isinstance(value, str | Path) else words
-    return format_size(value) if SIZE in field.metadata else words
+    return format_size(value) if {SIZE, SIZE_OR_ZERO} & {*field.metadata} else words
 
 
 def _allowed(field: FieldInfo) -> str:  # empty for keys whose own check says it

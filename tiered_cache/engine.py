@@ -103,6 +103,8 @@ class Runtime:
                     spill_queue=config.spill_queue(),
                     level=None if config.ssd.compression == "none" else int(config.ssd.compression.split(":")[1]),
                     durability=config.ssd.durability,
+                    retention=config.ssd.retention,
+                    daily=config.ssd.daily_writes,
                 )
             )
         except IndexUnusable as e:  # a fault of data: the host starts all the same, with RAM alone
@@ -132,6 +134,7 @@ class Runtime:
         end = None if timeout is None else time.monotonic() + timeout
         # Most recently used first, so that a deadline costs the oldest; and there, too, the oldest go first.
         tier.expect([node.key for node in self.pool.resident()])
+        tier.writer.breaker.try_soon()
         wanted = self.pool.begin_flush()
         try:
             while self.pool.unsaved(wanted)[0] and not tier.closed:

@@ -144,7 +144,7 @@ class Promoter:
             return None
         pool = self._pool
         with pool.lock:
-            if self._closed:
+            if self._closed or self._tier.reading.resting:
                 return None
             here, both = ram.plan(request, in_ram), ram.plan(request, anywhere)
             if both.tokens <= here.tokens or both.tokens < ram.min_prefix_tokens:

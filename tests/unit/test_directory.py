@@ -13,7 +13,8 @@ import pytest
 
 from ssd_tier import DirectoryInUse, DirectoryUnusable
 from ssd_tier.errors import BlobDamaged
-from ssd_tier.files import Directory, default_hook
+from ssd_tier.files import Directory
+from ssd_tier.folders import default_hook
 from tests.blocks import listing
 
 KEY = bytes(range(32))
@@ -154,7 +155,7 @@ def test_a_write_that_fails_at_any_operation_leaves_nothing(root, directory, dur
         left = iter(range(n))
 
         def hook(operation, name, left=left):
-            if next(left, None) is None:
+            if operation != "unlink" and next(left, None) is None:
                 raise OSError(errno.ENOSPC, operation)
 
         directory.hook = hook
@@ -178,7 +179,7 @@ def test_only_blobs_in_their_place_are_listed_and_a_blob_can_be_removed_twice(ro
     for stray in (f"{name}.bak", f"ff/{name}", f"{KEY[:1].hex()}/note.txt", f"{KEY[:1].hex()}/{name.upper()}"):
         (root / "blobs" / stray).parent.mkdir(exist_ok=True)
         (root / "blobs" / stray).touch()
-    assert list(directory.blobs()) == [(KEY, 2**63, len(WHOLE))]
+    assert [f[:3] for f in directory.blobs()] == [(KEY, 2**63, len(WHOLE))]
     for _ in range(2):
         directory.remove(KEY, 2**63)
     assert list(directory.blobs()) == []

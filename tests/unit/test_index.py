@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 
 from ssd_tier import IndexUnusable, index, migrations
-from ssd_tier.index import Index, prepare, read_counters, read_entries, read_models, read_only
+from ssd_tier.errors import IndexDamaged
+from ssd_tier.index import Contents, Index, prepare, read_contents, read_only
 from ssd_tier.migrations import APPLICATION_ID, scripts
 from tests import blocks
 from tests.blocks import chain
 
-FROZEN = {"0001_initial.sql": "26f96baded7967ae8d12a5f2282c7286efc6061f46e4818bb8cc71ca104b9ced"}
+FROZEN = {
+    "0001_initial.sql": "26f96baded7967ae8d12a5f2282c7286efc6061f46e4818bb8cc71ca104b9ced",
+    "0002_use_and_writes.sql": "cb63550389ae7b04c946b951220657dacf48068cd6d6083d90f8f76ca15416f8",
+}
 
 
 @pytest.fixture
@@ -49,10 +53,10 @@ def schema(path):
     return run(path, "PRAGMA user_version", "PRAGMA application_id", "SELECT * FROM sqlite_schema ORDER BY name")
 
 
-def refusal(call, path):
+def refusal(call, path, kind=IndexUnusable):
     """The sentence that a user gets, without the path; the folder is as it was before."""
     files = [{p.name: p.read_bytes() for p in path.parent.iterdir() if p.is_file()}]
-    with pytest.raises(IndexUnusable, match=rf"^{path} [^\n]+$") as caught:
+    with pytest.raises(kind, match=rf"^{path} [^\n]+$") as caught:
         call(path)
     assert files == [{p.name: p.read_bytes() for p in path.parent.iterdir() if p.is_file()}]
     return str(caught.value).removeprefix(f"{path} ")
@@ -70,27 +74,25 @@ def test_migrations_that_are_out_never_change():
 async def test_a_fresh_index_is_made_and_opens_again_with_its_rows(path, empty_file):
     if empty_file:
         path.touch()
-    assert prepare(path) == []
+    assert prepare(path) == Contents()
     first = schema(path)
     assert first[:2] == [[(len(FROZEN),)], [(APPLICATION_ID,)]]
     async with opened(path) as index:
         await index.apply(added=[blocks.entry(chain(1)[0])])
-    assert [e.key for e in prepare(path)] == [chain(1)[0].key]
+    assert [e.key for e in prepare(path).entries] == [chain(1)[0].key]
     assert schema(path) == first
     assert run(path, "PRAGMA journal_mode") == [[("wal",)]]
 
 
 @pytest.mark.parametrize(("make", "told"), [
-    (lambda p: prepare(p) or run(p, "PRAGMA user_version = 99"), "has schema version 99, and this version of "
+    (lambda p: (prepare(p), run(p, "PRAGMA user_version = 99")), "has schema version 99, and this version of "
      f"tiered-cache knows up to {len(FROZEN)}; install a newer tiered-cache or"),
     (lambda p: run(p, "PRAGMA application_id = 7"), "is another program's database; move it away or"),
     (lambda p: run(p, f"PRAGMA application_id = {APPLICATION_ID + 1}", "CREATE TABLE block (key)"), "is another prog"),
     (lambda p: run(p, "CREATE TABLE note (text)", "INSERT INTO note VALUES ('mine')"), "is another program's database"),
-    (lambda p: p.write_text("to do: buy milk\n"), "is not an SQLite database; move it away ("),
-    (lambda p: p.write_text("buy milk\n" * 9999), "is not an SQLite database; move it away ("),
     (lambda p: p.mkdir(), "is not a regular file; move it away or"),
     (lambda p: os.mkfifo(p), "is not a regular file; move it away or"),
-    (lambda p: p.symlink_to("elsewhere"), "cannot be used as an index (")])
+    (lambda p: p.symlink_to("elsewhere"), "is not a regular file; move it away or")])
 def test_what_is_no_index_of_ours_is_told_and_left_as_it_is(path, make, told):
     make(path)
     assert re.fullmatch(re.escape(told) + ".*choose another ssd.path", refusal(prepare, path))
@@ -98,11 +100,15 @@ def test_what_is_no_index_of_ours_is_told_and_left_as_it_is(path, make, told):
 
 @pytest.mark.parametrize("damage", [
     lambda whole: whole[: len(whole) // 2],
-    lambda whole: whole[:4096] + b"\xff" * (len(whole) - 4096)])
+    lambda whole: whole[:4096] + b"\xff" * (len(whole) - 4096),
+    lambda _: b"to do: buy milk\n",
+    lambda _: b"buy milk\n" * 9999])
 def test_a_damaged_index_is_told_and_left_as_it_is(path, damage):
     prepare(path)
     path.write_bytes(damage(path.read_bytes()))
-    assert "cannot be used as an index (database disk image is malformed); move it away" in refusal(prepare, path)
+    told = refusal(prepare, path, IndexDamaged)
+    assert re.fullmatch(r"is damaged \((database disk image is malformed|file is not a database)\); it is made anew "
+                        "when the program that uses it starts, or by: tiered-cache rebuild-index", told)
 
 
 @pytest.mark.parametrize("have", [0, 1])
@@ -115,12 +121,12 @@ async def test_a_migration_that_fails_half_way_changes_nothing(path, monkeypatch
     steps = [*scripts(), "CREATE TABLE extra (x); -- ;\nUPDATE block SET hits = 9;\nINSERT INTO nowhere VALUES (1);"]
     for module in (index, migrations):
         monkeypatch.setattr(module, "scripts", lambda: steps)
-    assert "cannot be used as an index (no such table: nowhere)" in refusal(prepare, path)
+    assert "(no such table: nowhere)" in refusal(prepare, path)
     assert schema(path) == before
-    steps[1] = "CREATE TABLE extra (x);\nUPDATE block SET hits = hits + 5;"
+    steps[-1] = "CREATE TABLE extra (x);\nUPDATE block SET hits = hits + 5;"
     for _ in range(2):  # a migration runs once
-        assert [e.hits for e in prepare(path)] == [5] * 2 * have
-        assert schema(path)[0] == [(2,)]
+        assert [e.hits for e in prepare(path).entries] == [5] * 2 * have
+        assert schema(path)[0] == [(len(steps),)]
 
 
 async def test_a_change_is_made_in_whole_or_not_at_all(path):
@@ -134,8 +140,9 @@ async def test_a_change_is_made_in_whole_or_not_at_all(path):
         assert dump(path) == before
         await index.apply(added=[c], removed=[a.key], counters={"n": 1, "m": 5})
         with read_only(path) as reader:
-            assert {e.key for e in read_entries(reader)} == {b.key, c.key}
-            assert (read_counters(reader), read_models(reader)) == ({"n": 2, "m": 5}, {a.namespace: "tiny"})
+            found = read_contents(reader)
+            assert {e.key for e in found.entries} == {b.key, c.key}
+            assert (found.counters, found.models) == ({"n": 2, "m": 5}, {a.namespace: "tiny"})
 
 
 async def test_a_cancelled_change_does_not_stand_in_the_way_of_the_next(path):
@@ -157,7 +164,7 @@ async def test_everything_comes_back_in_the_order_of_use(path):
         for seq, i in enumerate([3, 0, 4], 10):
             entries[i].seq = seq
         await index.apply(touched=[entries[i] for i in (3, 0, 4)])
-    for found, i in zip(prepare(path), [1, 2, 3, 0, 4], strict=True):
+    for found, i in zip(prepare(path).entries, [1, 2, 3, 0, 4], strict=True):
         assert {n: getattr(found, n) for n in found.__slots__} == {n: getattr(entries[i], n) for n in found.__slots__}
 
 
@@ -174,7 +181,7 @@ async def test_a_reader_beside_the_writer_sees_what_is_committed_and_cannot_writ
         for i, b in enumerate(chain(3), 1):
             await index.apply(added=[blocks.entry(b)])
             with read_only(path) as connection:
-                assert len(read_entries(connection)) == i
+                assert len(read_contents(connection).entries) == i
                 for statement in ("DELETE FROM block", "PRAGMA user_version = 7", "CREATE TABLE x (y)"):
                     with pytest.raises(sqlite3.OperationalError, match="readonly"):
                         connection.execute(statement)

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from ssd_tier import SSDTier
-from ssd_tier.files import Directory, default_hook
+from ssd_tier.files import Directory
+from ssd_tier.folders import default_hook
 from ssd_tier.spill import SpillQueue
 from tests import blocks
 from tests.blocks import Recorder, block, chain, content, failing, keys, listing, options, path_of, rows, running, spill
@@ -99,7 +100,8 @@ async def test_a_spill_that_fails_at_any_operation_costs_its_block_and_no_more(t
 async def test_an_index_that_fails_costs_a_batch_and_no_more(tmp_path, monkeypatch):
     async with running(tmp_path, heard := Recorder()) as tier:
         with monkeypatch.context() as patched:
-            patched.setattr(tier._index, "apply", AsyncMock(side_effect=sqlite3.OperationalError("disk is full")))
+            full = sqlite3.OperationalError("disk is full")
+            patched.setattr(tier._store._index, "apply", AsyncMock(side_effect=full))
             await spill(tier, *chain(2))
         assert heard.lost == dict.fromkeys(keys(*chain(2)), "write_failed")
         assert (list(tier.catalog), tier.queue.nbytes, listing(tmp_path, "blobs")) == ([], 0, [])
@@ -132,9 +134,9 @@ async def test_closing_tells_what_was_not_written_and_leaves_nothing_open(tmp_pa
     asyncio.get_running_loop().call_later(0.01, gate.set)
     await tier.close()
     await tier.close()
-    assert heard.stored == keys(*many[:8])  # the batch at hand
-    assert heard.lost == dict.fromkeys(keys(*many[8:19]), "closed")
-    assert (tier.counters["lost_closed"], len(tier.queue), tier.queue.nbytes, tier.put(many[19])) == (11, 0, 0, False)
+    assert heard.stored == keys(*many[:2])  # the files at hand
+    assert heard.lost == dict.fromkeys(keys(*many[2:19]), "closed")
+    assert (tier.counters["lost_closed"], len(tier.queue), tier.queue.nbytes, tier.put(many[19])) == (17, 0, 0, False)
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not [f for f in psutil.Process().open_files() if f.path.startswith(str(tmp_path))]
     for thread in {t for t in threading.enumerate() if not t.name.startswith("asyncio_")} - threads:
@@ -154,7 +156,7 @@ async def test_a_harmed_blob_is_a_counted_miss_and_goes(tmp_path, harm, counter)
         path = path_of(tier, b)
         harm(path)
         assert await tier.read(b.key) is None
-        assert (tier.counters[counter], heard.removed, path.name in listing(tmp_path)) == (1, [b.key], False)
+        assert (tier.counters[counter], heard.removed, path.name in listing(tmp_path, "blobs")) == (1, [b.key], False)
         await spill(tier, b)
         assert [content(await tier.read(x.key)) for x in (a, b)] == [content(a), content(b)]
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from ssd_tier import SSDTier, TensorSpec, TierError, blob
-from ssd_tier import spill as spilling
 from ssd_tier import tier as tiers
+from ssd_tier import writer as writing
 from ssd_tier.blob import decode_blob, read_info
 from ssd_tier.codec import Part
 from ssd_tier.errors import BlobDamaged
 from ssd_tier.files import Directory
-from ssd_tier.index import prepare, read_counters, read_only
+from ssd_tier.index import prepare, read_contents, read_only
 from tests import blocks
 from tests.blocks import Recorder, Watch, block, chain, failing, listing, options, path_of, rows, running, spill
 
@@ -30,7 +30,7 @@ async def test_a_block_whose_removal_the_index_refused_can_be_stored_again(tmp_p
     async with running(tmp_path, heard := Recorder()) as tier:
         await spill(tier, block(0))
         with monkeypatch.context() as patched:
-            patched.setattr(tier._index, "apply", AsyncMock(side_effect=FULL))
+            patched.setattr(tier._store._index, "apply", AsyncMock(side_effect=FULL))
             await tier.remove([block(0).key])
         await spill(tier, block(0), block(1))
         assert heard.lost == {}  # both: the row of block 0 is still there, IntegrityError for every batch it is in
@@ -43,7 +43,7 @@ async def test_a_block_that_cannot_be_encoded_costs_a_batch_and_no_more(tmp_path
 
     async with running(tmp_path, heard := Recorder()) as tier:
         with monkeypatch.context() as patched:
-            patched.setattr(spilling, "encode_blob", encode)
+            patched.setattr(writing, "encode_blob", encode)
             tier.put(block(0))
             await asyncio.wait(tier._tasks[:1], timeout=0.2)
         if ended := tier._tasks[0].done():
@@ -115,7 +115,7 @@ async def test_use_is_saved_though_the_tier_closes_just_while_it_saves(tmp_path,
             tier.touch([block(0).key], hit=True)
             for _ in range(i % 7):
                 await asyncio.sleep(0)
-        assert [e.hits for e in prepare(tmp_path / str(i) / "index.sqlite")] == [1], i
+        assert [e.hits for e in prepare(tmp_path / str(i) / "index.sqlite").entries] == [1], i
 
 
 async def test_use_that_the_index_refused_is_saved_with_the_next_change(tmp_path, monkeypatch):
@@ -124,7 +124,7 @@ async def test_use_that_the_index_refused_is_saved_with_the_next_change(tmp_path
         tier.touch([block(0).key], hit=True)
         await asyncio.sleep(0.01)
         with monkeypatch.context() as patched:
-            patched.setattr(tier._index, "apply", AsyncMock(side_effect=FULL))
+            patched.setattr(tier._store._index, "apply", AsyncMock(side_effect=FULL))
             await spill(tier, block(1))
         await spill(tier, block(2))
     assert [e.hits for e in rows(tmp_path) if e.key == block(0).key] == [1]
@@ -160,7 +160,7 @@ async def test_losses_found_at_open_are_in_the_sums_over_all_runs(tmp_path):
     async with running(tmp_path):
         pass
     with read_only(tmp_path / "index.sqlite") as reader:
-        assert read_counters(reader)["lost_missing"] == 1
+        assert read_contents(reader).counters["lost_missing"] == 1
 
 
 @pytest.mark.parametrize("what", ["a directory in its place", "the system refuses"])
