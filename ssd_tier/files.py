@@ -227,7 +227,7 @@ class Directory(Folders):
         with self._folder("blobs", key[:1].hex()) as source, self._folder("quarantine", make=True) as target:
             self.hook("rename", name)
             os.rename(name, name, src_dir_fd=source, dst_dir_fd=target)
-        self._trim_quarantine()
+        self.trim_quarantine()
 
     def quarantine_index(self) -> None:
         """Move an index out of the way, its journals first: a new index must not meet them. Raises OSError."""
@@ -238,10 +238,11 @@ class Directory(Folders):
                 self.hook("rename", name)
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(name, f"index-{number}.sqlite{suffix}", src_dir_fd=root, dst_dir_fd=target)
-        self._trim_quarantine(keep=f"index-{number}.sqlite")
+        self.trim_quarantine(keep=f"index-{number}.sqlite")
 
-    def _trim_quarantine(self, keep: str = "") -> None:
-        with self._folder("quarantine") as folder:
+    def trim_quarantine(self, keep: str = "") -> None:
+        """Remove the oldest in quarantine, but `keep`, until there is no more than may be. Raises OSError."""
+        with self._folder("quarantine", make=True) as folder:
             files = [(s.st_ctime_ns, name, s.st_size) for name, s in stats(folder, QUARANTINED)]
             held = sum(size for *_, size in files)
             for _, name, size in sorted(files):

@@ -24,6 +24,7 @@ from ssd_tier.errors import IndexDamaged, IndexUnusable, environmental
 from ssd_tier.files import Directory, Durability
 from ssd_tier.migrations import check_version, migrate, scripts
 
+SQLITE_VERSION = sqlite3.sqlite_version
 KEEP_DAYS = 30  # of `written`
 
 _COLUMNS = "key, namespace, parent, generation, start, ids, file_bytes, raw_bytes, seq, hits, created, used"
@@ -112,6 +113,12 @@ class Index:
                         await c.execute("ROLLBACK")
                 raise
 
+    async def compact(self) -> None:
+        """Give back the space of rows that have gone. Raises sqlite3.Error."""
+        async with self._lock:
+            await self._connection.execute("VACUUM")
+            await self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     async def close(self) -> None:
         """Close the connection and end its thread."""
         async with self._lock:
@@ -182,24 +189,46 @@ def prepare(path: Path, find: Callable[[], Contents] = Contents) -> Contents:
             if check_version(connection, path, len(steps)) < len(steps):  # nothing is written to one that is up to date
                 connection.execute("PRAGMA journal_mode = WAL")
                 migrate(connection, path, steps, fill)
+            if _mostly_free(connection):  # else it would stay as large as it ever was, in the budget
+                with contextlib.suppress(sqlite3.OperationalError):  # no room for a second one
+                    connection.execute("VACUUM")
             return read_contents(connection)
 
 
+def _mostly_free(connection: sqlite3.Connection) -> bool:
+    pages, free = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
+    return bool(pages > 1000 and 2 * free > pages)
+
+
 @contextlib.contextmanager
-def read_only(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that only reads, beside a running owner. Raises `IndexUnusable` or `IndexDamaged`."""
+def read_only(path: Path, *, older: bool = False) -> Iterator[sqlite3.Connection]:
+    """A connection that only reads, beside a running owner. Raises `IndexUnusable` or `IndexDamaged`.
+
+    `older`: also where it waits to be migrated, or to be filled.
+    """
     with _told(path):
         os.lstat(path)
         _check_files(path)
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+        # In a directory that we may not write to, SQLite can only read an index that nobody has open.
+        mode = "ro" if os.access(path.parent, os.W_OK) or os.path.exists(f"{path}-wal") else "ro&immutable=1"
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True)) as connection:
             connection.execute("PRAGMA query_only = 1")
             connection.execute("PRAGMA mmap_size = 0")
             have, known = check_version(connection, path, len(scripts())), len(scripts())
-            if have == 0:
+            if have == 0 and not older:
                 raise IndexUnusable(f"{path} is empty; start the program that uses it first")
-            if have < known:
+            if have < known and not older:
                 raise IndexUnusable(f"{path} is of an older version; start the program that uses it, which migrates it")
             yield connection
+
+
+def check_index(path: Path) -> int:
+    """Have SQLite look through the whole file; the schema's version. Raises `IndexUnusable` or `IndexDamaged`."""
+    with read_only(path, older=True) as connection:
+        (told,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if told != "ok":
+            raise IndexDamaged(f"{path} is damaged ({told}); run: tiered-cache rebuild-index")
+        return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
 def read_contents(connection: sqlite3.Connection) -> Contents:

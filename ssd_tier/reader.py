@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd_tier.blob import MAX_HEADER, Block, decode_blob, read_info
+from ssd_tier.blob import MAX_HEADER, BlobInfo, Block, decode_blob, read_info
 from ssd_tier.catalog import Entry
 from ssd_tier.errors import BlobDamaged
 from ssd_tier.files import Directory
 
 
-def read_block(directory: Directory, entry: Entry) -> Block:
-    """Read, verify and decode one block, in one read. Blocks: for worker threads.
+def read_verified(directory: Directory, entry: Entry) -> BlobInfo:
+    """Read a whole blob and compare it with its digest and its row; its parts are views that hold until this thread
+    reads the next one. Blocks: for worker threads.
 
     Raises `BlobDamaged` for a fault of the content and OSError for one of the machine.
     """
@@ -21,6 +22,12 @@ def read_block(directory: Directory, entry: Entry) -> Block:
     said = (info.key, info.namespace, info.parent, info.tokens, info.start, info.raw_bytes)
     if said != (entry.key, entry.namespace, entry.parent, entry.ids, entry.start, entry.raw_bytes):
         raise BlobDamaged("the blob is another one than its name and the index say")
+    return info
+
+
+def read_block(directory: Directory, entry: Entry) -> Block:
+    """Read, verify and decode one block, in one read. Blocks, and raises, as `read_verified`."""
+    info = read_verified(directory, entry)
     data = np.empty(info.raw_bytes, np.uint8)
     decode_blob(info, data)
     return Block(

@@ -31,7 +31,7 @@ def recover(directory: Directory) -> Recovered:
     Blocks; before the loop runs. Sizes come from the file system. Raises `IndexUnusable` and OSError; then nothing has
     been removed.
     """
-    rebuilt = False
+    rebuilt = quarantined = False
 
     def find() -> Contents:
         nonlocal rebuilt
@@ -45,6 +45,9 @@ def recover(directory: Directory) -> Recovered:
         log.warning("ssd: %s", e)
         directory.quarantine_index()
         contents = prepare(directory.index_path, find)
+        quarantined = True
+    if not quarantined:
+        directory.trim_quarantine()
     temporary = directory.clear_temporary()
     named = {(e.key, e.generation): e for e in contents.entries}
     found: set[bytes] = set()

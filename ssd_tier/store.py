@@ -203,6 +203,11 @@ class Store:
         self._index = await Index.open(self.directory.index_path, self.durability)
         self._index_is_damaged = False
 
+    async def compact(self) -> None:
+        """Empty the quarantine and give back the index's unused space. Raises OSError, sqlite3.Error."""
+        await self.run(self.directory.empty_quarantine)
+        await self._index.compact()
+
     async def close(self) -> None:
         """Close the index."""
         await self._index.close()

@@ -140,10 +140,14 @@ class SSDTier:
         self.writer.discards.append(keys)
         self._call(self.writer.wake)
 
-    async def remove(self, keys: Sequence[bytes]) -> None:
-        """Remove blocks from index and disk. Loop thread."""
+    async def remove(self, keys: Sequence[bytes], *, damaged: bool = False) -> None:
+        """Remove blocks from index and disk; to quarantine what is `damaged`. Loop thread."""
         if not self._closed:
-            await self._store.remove(keys)
+            await self._store.remove(keys, damaged=damaged)
+
+    async def compact(self) -> None:
+        """Empty the quarantine and give back the index's unused space. Raises OSError, sqlite3.Error. Loop thread."""
+        await self._store.compact()
 
     async def read(self, key: bytes, wanted: Callable[[], bool] = lambda: True) -> Block | None:
         """A verified block, or None and a counter that says why. Loop thread; the work is done in reader threads.

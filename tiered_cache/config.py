@@ -22,6 +22,8 @@ import psutil
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
+from ssd_tier import TierOptions
+
 SIZE_UNITS: dict[str, float] = {
     "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DURATION_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -217,6 +219,20 @@ class Config(_Frozen):
     def spill_queue(self) -> int:
         """Bytes of RAM, part of ram_limit(), for what waits to be written."""
         return self.ssd.spill_queue or min(2**30, self.ram_limit() // 8)
+
+    def tier_options(self) -> TierOptions:
+        """All that the SSD tier is told."""
+        ssd = self.ssd
+        return TierOptions(
+            path=self.ssd_path(),
+            budget=self.ssd_budget(),
+            min_free=self.min_free(),
+            spill_queue=self.spill_queue(),
+            level=None if ssd.compression == "none" else int(ssd.compression.split(":")[1]),
+            durability=ssd.durability,
+            retention=ssd.retention,
+            daily=ssd.daily_writes,
+        )
 
     def _disk_bytes(self) -> int:
         path = self.ssd_path()  # need not exist yet; what it will be made in is on the same disk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 from ssd_tier import Block
 from ssd_tier.leaf_first import leaf_first
@@ -20,7 +21,7 @@ class Residency:
     """
 
     def __init__(self, limit: int, block_tokens: int) -> None:
-        self.lock = threading.RLock()
+        self.lock: AbstractContextManager[object] = threading.RLock()
         self.tree = PrefixTree(block_tokens)
         self.ledger = Ledger(limit)
         self.counters: Counter[str] = Counter()

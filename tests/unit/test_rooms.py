@@ -14,6 +14,7 @@ ROOMS = [
     ["tiered_cache.cli"],
     ["tiered_cache.demo"],
     ["tiered_cache.engine"],
+    ["tiered_cache.runtime"],
     ["tiered_cache.handoff"],
     ["tiered_cache.promotion"],
     ["tiered_cache.memory_cache"],
@@ -28,6 +29,7 @@ ROOMS = [
     ["tiered_cache.layer_tree"],
     ["tiered_cache.layer_kinds", "tiered_cache.pricing"],
     ["tiered_cache.config", "tiered_cache.fingerprint", "tiered_cache.metrics"],
+    ["ssd_tier.maintenance"],
     ["ssd_tier.inspection", "ssd_tier.tier"],
     ["ssd_tier.writer", "ssd_tier.reader", "ssd_tier.recovery"],
     ["ssd_tier.store", "ssd_tier.rebuild"],
@@ -103,7 +105,7 @@ def test_sqlite_has_one_home():
 
 # `index` makes its own empty file, `config` and `cli` deal in TOML, `snapshot` in a folder of the host's.
 HAVE_FILES = [
-    "ssd_tier.files", "ssd_tier.folders", "ssd_tier.claim", "ssd_tier.index", "tiered_cache.config", "tiered_cache.cli",
+    "ssd_tier.files", "ssd_tier.folders", "ssd_tier.claim", "ssd_tier.index", "tiered_cache.config", "tiered_cache.cli.configure",
     "tiered_cache.snapshot",
 ]  # fmt: skip
 

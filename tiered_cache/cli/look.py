@@ -1,43 +1,25 @@
-"""The command `tiered-cache`: look into the index, show and write configuration, run the demo."""
+"""Commands that look into a cache directory, beside the program that uses it."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from ssd_tier.errors import TierError
+from ssd_tier.clock import DAY, now, today
 from ssd_tier.inspection import Inspection
-from tiered_cache.config import Config, ConfigError, format_size, template
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
-config_app = typer.Typer(no_args_is_help=True, help="Write a commented configuration file, or show what is in force.")
-app.add_typer(config_app, name="config")
-
-ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file; its ssd.path is looked into.")]
-CachePath = Annotated[Path | None, typer.Option("--path", "-p", help="Cache directory to look into.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes, instead of a table.")]
+from tiered_cache.cli.options import CachePath, ConfigFile, Json, root_of
+from tiered_cache.cli.output import ago, print_json, right, show_table
+from tiered_cache.config import format_size
 
 
-def main() -> None:
-    """Entry point. What a person did wrong is one sentence on stderr and exit code 2."""
-    try:
-        app()
-    except (ConfigError, TierError, LookupError) as e:
-        print(f"tiered-cache: {e}", file=sys.stderr)
-        sys.exit(2)
-
-
-@app.command("ls")
 def list_sequences(config: ConfigFile = None, path: CachePath = None, as_json: Json = False) -> None:
     """List stored sequences, most recently used first."""
-    found = inspect(config, path)
+    found = Inspection(root_of(config, path))
     rows: list[dict[str, Any]] = [
         {
             "key": s.key,
@@ -46,7 +28,8 @@ def list_sequences(config: ConfigFile = None, path: CachePath = None, as_json: J
             "file_bytes": s.file_bytes,
             "raw_bytes": s.raw_bytes,
             "ratio": round(s.file_bytes / s.raw_bytes, 3),
-            "age_seconds": max(0, int(time.time()) - s.blocks[-1].created),
+            "age_seconds": max(0, now() - s.blocks[-1].created),
+            "unused_seconds": max(0, now() - s.blocks[-1].used),
             "hits": s.blocks[-1].hits,
             "model": s.model,
         }
@@ -54,7 +37,8 @@ def list_sequences(config: ConfigFile = None, path: CachePath = None, as_json: J
     ]
     if as_json:
         return print_json(rows)
-    table = Table("key", *(right(c) for c in ("tokens", "blocks", "in file", "raw", "ratio", "age", "hits")), "model")
+    figures = (right(c) for c in ("tokens", "blocks", "in file", "raw", "ratio", "age", "used", "hits"))
+    table = Table("key", *figures, "model")
     for r in rows:
         table.add_row(
             str(r["key"])[:12],
@@ -64,6 +48,7 @@ def list_sequences(config: ConfigFile = None, path: CachePath = None, as_json: J
             format_size(r["raw_bytes"]),
             f"{r['ratio']:.3f}",
             ago(r["age_seconds"]),
+            ago(r["unused_seconds"]),
             str(r["hits"]),
             str(r["model"]),
         )
@@ -71,7 +56,6 @@ def list_sequences(config: ConfigFile = None, path: CachePath = None, as_json: J
     print(f"{len(rows)} sequences; blocks that they share are counted in each. {totals(found)}")
 
 
-@app.command()
 def show(
     key: Annotated[str, typer.Argument(help="First hex digits of a sequence's key, as `ls` prints it.")],
     config: ConfigFile = None,
@@ -79,7 +63,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one stored sequence: its blocks, their files, and what the state is made of."""
-    found = inspect(config, path)
+    found = Inspection(root_of(config, path))
     sequence = found.find(key)
     info = found.blob(sequence.blocks[-1])
     blocks: list[dict[str, Any]] = [
@@ -115,10 +99,9 @@ def show(
     show_table(table)
 
 
-@app.command()
 def stats(config: ConfigFile = None, path: CachePath = None, as_json: Json = False) -> None:
     """Sums over the whole directory, and counters over all runs."""
-    found = inspect(config, path)
+    found = Inspection(root_of(config, path))
     models: dict[str, dict[str, int]] = {}
     for e in found.entries:
         sums = models.setdefault(found.models.get(e.namespace, "?"), {"blocks": 0, "file_bytes": 0, "raw_bytes": 0})
@@ -132,12 +115,14 @@ def stats(config: ConfigFile = None, path: CachePath = None, as_json: Json = Fal
         "file_bytes": sum(e.file_bytes for e in found.entries),
         "raw_bytes": sum(e.raw_bytes for e in found.entries),
         "index_bytes": found.index_bytes(),
+        "written": {date(day): nbytes for day, nbytes in found.written.items()},
         "models": models,
         "counters": found.counters,
     }
     if as_json:
         return print_json(result)
-    print(f"{found.root}: {result['sequences']} sequences. {totals(found)}")
+    written = format_size(found.written.get(today(), 0))
+    print(f"{found.root}: {result['sequences']} sequences. {totals(found)} Written today: {written}.")
     table = Table("model", *(right(c) for c in ("blocks", "in files", "raw", "ratio")))
     for model, sums in models.items():
         sizes = format_size(sums["file_bytes"]), format_size(sums["raw_bytes"])
@@ -150,44 +135,9 @@ def stats(config: ConfigFile = None, path: CachePath = None, as_json: Json = Fal
         show_table(counters)
 
 
-@app.command()
-def demo(
-    model: Annotated[str | None, typer.Option(help="Model directory or repository, instead of SmolLM2-135M.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="About two minutes instead of ten.")] = False,
-    data: Annotated[Path | None, typer.Option(help="Keep the cache in this directory.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Watch agents share prefixes, push each other out of RAM, and go on after a restart; every answer is checked."""
-    from tiered_cache.demo.run import run_demo  # takes seconds to import: not for `ls`
-
-    raise typer.Exit(run_demo(model=model, quick=quick, as_json=as_json, data=data))
-
-
-@config_app.command("init")
-def config_init(
-    file: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("tiered-cache.toml"),
-) -> None:
-    """Write a commented configuration file with every key and its default. Never overwrites one."""
-    try:
-        with file.open("x", encoding="utf-8") as f:
-            f.write(template())
-    except FileExistsError as e:
-        raise ConfigError(f"{file} exists already; give another name, or remove it first") from e
-    except OSError as e:
-        raise ConfigError(f"{file} cannot be written ({e.strerror}); give another name") from e
-    print(f"wrote {file}; every key is there, commented out, with its default")
-
-
-@config_app.command("show")
-def config_show(config: ConfigFile = None, as_json: Json = False) -> None:
-    """Show the values in force with this file (without one: the defaults) and where each comes from."""
-    settings = Config.load(config).effective()
-    if as_json:
-        return print_json({s.key: {"value": s.value, "origin": s.origin} for s in settings})
-    table = Table("key", "value", "from")
-    for s in settings:
-        table.add_row(s.key, s.shown, s.origin)
-    show_table(table)
+def date(day: int) -> str:
+    """A day's number since 1970 as people write it."""
+    return time.strftime("%Y-%m-%d", time.gmtime(day * DAY))
 
 
 def class_names(tree: list[dict[str, Any]]) -> list[str]:
@@ -195,39 +145,8 @@ def class_names(tree: list[dict[str, Any]]) -> list[str]:
     return [name for node in tree for name in (class_names(node["caches"]) if "caches" in node else [node["class"]])]
 
 
-def inspect(config: Path | None, path: Path | None) -> Inspection:
-    """The directory that the options name."""
-    return Inspection(path.absolute() if path else Config.load(config).ssd_path())
-
-
 def totals(found: Inspection) -> str:
     """One sentence on what the directory holds."""
     file_bytes, raw_bytes = (sum(getattr(e, name) for e in found.entries) for name in ("file_bytes", "raw_bytes"))
     ratio = f", ratio {file_bytes / raw_bytes:.3f}" if raw_bytes else ""
     return f"{len(found.entries)} blocks: {format_size(file_bytes)} in files, {format_size(raw_bytes)} raw{ratio}."
-
-
-def right(name: str) -> Any:
-    """A column of figures."""
-    from rich.table import Column
-
-    return Column(name, justify="right")
-
-
-def ago(seconds: int) -> str:
-    """A short age: 12s, 5m, 3h, 2d."""
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= size:
-            return f"{seconds // size}{unit}"
-    return f"{seconds}s"
-
-
-def show_table(table: Table) -> None:
-    """Print it as wide as its content where the output is no terminal, so that pipes get whole lines."""
-    console = Console()
-    console.print(table) if console.is_terminal else Console(width=240).print(table)
-
-
-def print_json(value: object) -> None:
-    """One JSON document on stdout."""
-    print(json.dumps(value, indent=2))

@@ -1,0 +1,195 @@
+"""What all models of a process share: the pool, the SSD tier, the loop thread, and their life cycle."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Coroutine
+from typing import Any, NoReturn, TypeVar
+
+from ssd_tier import IndexUnusable, SSDTier
+from tiered_cache.block_pool import BlockPool
+from tiered_cache.config import Config
+from tiered_cache.promotion import Promoter
+
+T = TypeVar("T")
+log = logging.getLogger("tiered_cache")
+
+_UNCLOSED = "a TieredCache was not closed: what only RAM held is lost; use `with`, or call close()"
+
+
+def _warn_unclosed(pid: int) -> None:
+    if os.getpid() == pid:
+        log.warning(_UNCLOSED)
+
+
+class LoopThread:
+    """An asyncio loop on a thread of its own, for everything that waits."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="tiered-cache-loop", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run to the end and return the result. Raises RuntimeError on the loop's own thread."""
+        try:
+            self.check_caller()
+        except RuntimeError:
+            coroutine.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def check_caller(self) -> None:
+        """Raise RuntimeError on the loop's own thread, which would wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a callback of the cache must not wait for it: call flush or close on another thread")
+
+    def stop(self) -> None:
+        """End the loop and its thread, once all that runs on it has ended."""
+        self.run(self._end_tasks())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    async def _end_tasks(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            _, late = await asyncio.wait(others, timeout=1)
+            for task in late:
+                task.cancel()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+
+
+class Forked:
+    """In the place of a pool's lock in a forked child: the parent's threads are not there, and its locks may be held
+    for ever."""
+
+    def __enter__(self) -> NoReturn:
+        raise RuntimeError(
+            f"a TieredCache of process {os.getppid()} was used in its forked child {os.getpid()}; open one there, with "
+            "another ssd.path, or fork before opening"
+        )
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_live: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _refuse_all() -> None:
+    for runtime in list(_live):
+        runtime.pool.lock = Forked()
+
+
+os.register_at_fork(after_in_child=_refuse_all)
+
+
+class Runtime:
+    """What all models of a process share: the pool, the SSD tier, the loop thread."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises `TierError` for a directory that cannot be used; an unusable index only turns the SSD tier off."""
+        self.config = config
+        self.pool = BlockPool(
+            config.ram_limit(),
+            config.cache.block_tokens,
+            write_through=config.ssd.enabled and config.ssd.write == "through",
+        )
+        self.tier: SSDTier | None = None
+        self.promoter: Promoter | None = None
+        self.ssd_off: str | None = None if config.ssd.enabled else "ssd.enabled is false"
+        self._loop_thread: LoopThread | None = None
+        self._closed = False
+        self._closing = threading.Lock()
+        _live.add(self)
+        if config.ssd.enabled:
+            self._open_tier()
+
+    def _open_tier(self) -> None:
+        config = self.config
+        try:
+            tier = SSDTier(config.tier_options())
+        except IndexUnusable as e:  # a fault of data: the host starts all the same, with RAM alone
+            self.ssd_off = str(e)
+            log.warning("the SSD tier is off: %s", e)
+            return
+        thread = LoopThread()
+        try:
+            thread.run(tier.start(self.pool))
+        except BaseException:
+            tier.disown()
+            thread.stop()
+            raise
+        self.tier, self._loop_thread = tier, thread
+        self._unclosed = weakref.finalize(self, _warn_unclosed, os.getpid())  # says so at the latest when Python ends
+        self.pool.attach(tier, tier.catalog)
+        if config.promotion.policy == "always":
+            self.promoter = Promoter(self.pool, tier, thread.loop, config.promotion.deadline)
+
+    def flush(self, timeout: float | None) -> bool:
+        """Write all that RAM holds now; False where not all of it is on the SSD after `timeout` seconds."""
+        with self.pool.lock:  # refuses in a forked child
+            if not (self.tier and self._loop_thread) or self._closed:
+                return False
+        return self._loop_thread.run(self._flush(self.tier, timeout))
+
+    async def _flush(self, tier: SSDTier, timeout: float | None) -> bool:
+        end = None if timeout is None else time.monotonic() + timeout
+        # Most recently used first, so that a deadline costs the oldest; and there, too, the oldest go first.
+        tier.expect([node.key for node in self.pool.resident()])
+        tier.writer.breaker.try_soon()
+        wanted = self.pool.begin_flush()
+        try:
+            while self.pool.unsaved(wanted)[0] and not tier.closed:
+                tier.writer.progress.clear()
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                try:
+                    await asyncio.wait_for(tier.writer.progress.wait(), left)
+                except TimeoutError:
+                    return False
+            return not self.pool.unsaved(wanted)[1] and not tier.closed
+        finally:
+            self.pool.end_flush(wanted)
+            await tier.save()
+
+    def close(self) -> None:
+        """Save what RAM holds within the deadline, then end everything. Idempotent; nothing in a forked child."""
+        if isinstance(self.pool.lock, Forked):
+            return
+        if self._loop_thread:
+            self._loop_thread.check_caller()
+        with self._closing:  # a second caller waits for the first
+            if not self._closed:
+                self._closed = True
+                self._close()
+
+    def _close(self) -> None:
+        tier, thread = self.tier, self._loop_thread
+        if tier is None or thread is None:
+            return
+        self._unclosed.detach()
+        try:
+            if self.promoter:
+                thread.run(self.promoter.close())
+            thread.run(self._flush(tier, self.config.ssd.close_deadline))
+            late, failed = self.pool.unsaved([node.key for node in self.pool.resident()])
+            if late or failed:
+                log.warning("closing: %d blocks did not reach the SSD in time, %d could not", len(late), len(failed))
+                tier.counters["lost_close_deadline"] += len(late)
+        finally:
+            try:
+                thread.run(tier.close())
+            finally:
+                self.pool.attach(None)
+                thread.stop()
