@@ -6,6 +6,7 @@ import logging
 from typing import NamedTuple
 
 from ssd_tier.catalog import Entry
+from ssd_tier.clock import now
 from ssd_tier.errors import IndexDamaged
 from ssd_tier.files import Directory
 from ssd_tier.index import Contents, prepare
@@ -62,6 +63,8 @@ def recover(directory: Directory) -> Recovered:
             _set_aside(directory, entry)
     dropped = [e for e in contents.entries if e.key not in found]
     contents.entries = [e for e in contents.entries if e.key in found]
+    for entry in contents.entries:  # a clock that was ahead must not keep them for ever
+        entry.used = min(entry.used, now())
     return Recovered(contents, dropped, temporary, orphans, rebuilt)
 
 
