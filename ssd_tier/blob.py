@@ -191,7 +191,7 @@ def _header_bytes(start: bytes, nbytes: int) -> int:
 def _only_ours() -> Iterator[None]:
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, StopIteration, RecursionError, OverflowError) as e:
+    except (LookupError, TypeError, ValueError, AttributeError, StopIteration, RecursionError, OverflowError) as e:
         raise BlobDamaged(f"the header is not one of ours ({e!r})") from e
 
 
@@ -208,6 +208,11 @@ def decode_blob(info: BlobInfo, out: Bytes) -> None:
 def _parse(header: dict[str, Any], data: Bytes, length: int) -> BlobInfo:
     """`data`: what follows the header, `length` bytes, or its beginning with the tokens."""
     meta = cast("dict[str, str]", header.pop("__metadata__"))
+    if not all(type(v) is str for v in meta.values()):
+        raise BlobDamaged("metadata that is no text")
+    "".join(meta.values()).encode()  # ValueError for half a character, which no index would take
+    if not 0 <= int(meta["start"]) < 1 << 62 or not 0 <= int(meta["raw_bytes"]) < 1 << 62:
+        raise BlobDamaged("a number is impossible")
     if meta["format"] != FORMAT or meta["version"] != VERSION:
         raise BlobDamaged(f"format {meta['format']} {meta['version']}, not {FORMAT} {VERSION}")
     spans = []

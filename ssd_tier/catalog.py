@@ -144,12 +144,12 @@ class Catalog:
 
     def chain(self, key: bytes) -> list[bytes]:
         """The entry and its ancestors that are here, leaf first."""
-        keys = []
+        keys: dict[bytes, None] = {}
         entry = self._entries.get(key)
-        while entry:
-            keys.append(entry.key)
+        while entry and entry.key not in keys:  # a row may name anything as its parent
+            keys[entry.key] = None
             entry = self._entries.get(entry.parent)
-        return keys
+        return list(keys)
 
     def victims(self, nbytes: int, spare: Collection[bytes] = (), before: int | None = None) -> list[Entry]:
         """Entries to remove so that `nbytes` of files go: least recently used leaves first, none of `spare`, and where

@@ -69,7 +69,7 @@ class Folders:
         total = self.index_bytes()
         for name in ("tmp", "quarantine"):
             with contextlib.suppress(FileNotFoundError), self._folder(name) as folder:
-                total += sum(s.st_size for _, s in stats(folder))
+                total += sum(on_disk(s) for _, s in stats(folder))
         return total
 
     def index_bytes(self) -> int:
@@ -77,12 +77,17 @@ class Folders:
         total = 0
         for suffix in ("", "-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
-                total += os.stat(f"{self.index_path}{suffix}").st_size
+                total += on_disk(os.stat(f"{self.index_path}{suffix}"))
         return total
 
     def free_bytes(self) -> int:
         """Bytes free on the disk for this user. Raises OSError."""
         return shutil.disk_usage(self.root).free
+
+
+def on_disk(status: os.stat_result) -> int:
+    """Bytes that a file takes: of one with holes, what is there."""
+    return min(status.st_size, status.st_blocks * 512)
 
 
 def stats(folder: int, pattern: re.Pattern[str] | None = None) -> Iterator[tuple[str, os.stat_result]]:

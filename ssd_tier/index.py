@@ -28,7 +28,7 @@ SQLITE_VERSION = sqlite3.sqlite_version
 KEEP_DAYS = 30  # of `written`
 
 _COLUMNS = "key, namespace, parent, generation, start, ids, file_bytes, raw_bytes, seq, hits, created, used"
-_SELECT = f"SELECT {_COLUMNS} FROM block JOIN block_tokens USING (key) ORDER BY seq"
+_SELECT = f"SELECT {_COLUMNS} FROM block LEFT JOIN block_tokens USING (key) ORDER BY seq"
 _ADD = (
     "INSERT OR REPLACE INTO block "
     "(key, namespace, parent, generation, start, tokens, file_bytes, raw_bytes, seq, hits, created, used) "
@@ -36,10 +36,11 @@ _ADD = (
 )
 _COUNT = (
     "INSERT INTO counter (name, value) VALUES (?, ?) "
-    "ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
+    "ON CONFLICT (name) DO UPDATE SET value = min(max(value, 0), 1 << 61) + excluded.value"
 )
 _WRITTEN = (
-    "INSERT INTO written (day, bytes) VALUES (?, ?) ON CONFLICT (day) DO UPDATE SET bytes = bytes + excluded.bytes"
+    "INSERT INTO written (day, bytes) VALUES (?, ?) "
+    "ON CONFLICT (day) DO UPDATE SET bytes = min(max(bytes, 0), 1 << 61) + excluded.bytes"
 )
 
 Work = list[tuple[str, Sequence[Sequence[object]]]]  # statements with the rows that each is run for
@@ -269,6 +270,20 @@ def _check_files(path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(f"{path}{suffix}").st_mode):  # SQLite would hang on a FIFO
                 raise IndexUnusable(f"{path}{suffix} is not a regular file; move it away or choose another ssd.path")
+
+
+def check_readable(path: Path) -> None:
+    """Raise `IndexUnusable` where the disk does not give the index's bytes, which SQLite calls damage.
+
+    Only while no connection of this process is open: closing a handle gives back the locks of all.
+    """
+    try:
+        for suffix in ("", "-wal"):
+            with contextlib.suppress(FileNotFoundError), open(f"{path}{suffix}", "rb") as file:
+                while file.read(1 << 20):
+                    pass
+    except OSError as e:
+        raise IndexUnusable(f"{path} cannot be read ({e}); check the disk or choose another ssd.path") from e
 
 
 @contextlib.contextmanager

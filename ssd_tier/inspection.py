@@ -91,7 +91,8 @@ class Inspection:
         return self._directory.blob_path(entry.key, entry.generation)
 
     def _sequence(self, last: Entry) -> Sequence:
-        blocks = [last]
-        while parent := self._by_key.get(blocks[-1].parent):
-            blocks.append(parent)
-        return Sequence(blocks[::-1], self.models.get(last.namespace, "?"))
+        blocks = {last.key: last}
+        entry = last
+        while (parent := self._by_key.get(entry.parent)) and parent.key not in blocks:  # a row may name anything
+            blocks[parent.key] = entry = parent
+        return Sequence(list(blocks.values())[::-1], self.models.get(last.namespace, "?"))

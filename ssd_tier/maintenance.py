@@ -144,7 +144,7 @@ def rebuild_index(root: Path) -> int:
                 with read_only(directory.index_path, older=True):
                     pass
         directory.quarantine_index()
-        return len(prepare(directory.index_path, lambda: contents_of(directory)).entries)
+        return len(prepare(directory.index_path, lambda: contents_of(directory, directory.blobs())).entries)
 
 
 def surplus(root: Path, budget: Budget) -> list[Entry]:

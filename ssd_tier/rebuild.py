@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Iterable
 from functools import partial
 
 from ssd_tier.blob import BlobInfo, read_identity
@@ -15,18 +16,18 @@ from ssd_tier.index import Contents
 log = logging.getLogger("ssd_tier")
 
 
-def contents_of(directory: Directory) -> Contents:
-    """What an index of these blobs would say. Reads their headers only: the rest is verified when it is read.
+def contents_of(directory: Directory, files: Iterable[BlobFile]) -> Contents:
+    """What an index of these files would say. Reads their headers only: the rest is verified when it is read.
 
     Of several files of one block the newest counts; order of use and ages are those of the files. A file that is no
     blob of ours, or that the disk cannot read, goes to quarantine. Blocks. Raises OSError.
     """
     newest: dict[bytes, tuple[BlobFile, BlobInfo]] = {}
-    for file in directory.blobs():
+    for file in files:
         try:
             info = read_identity(partial(directory.read_start, file.key, file.generation))
-            if info.key != file.key:
-                raise BlobDamaged("it is another block's")
+            if info.key != file.key or not info.raw_bytes:
+                raise BlobDamaged("it is another block's, or holds nothing")
         except (BlobDamaged, OSError) as e:
             if isinstance(e, OSError) and e.errno != errno.EIO:  # the machine's fault, not this file's
                 raise

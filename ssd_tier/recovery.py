@@ -2,83 +2,101 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import NamedTuple
 
+from ssd_tier.blob import MAX_HEADER
 from ssd_tier.catalog import Entry
 from ssd_tier.clock import now
 from ssd_tier.errors import IndexDamaged
-from ssd_tier.files import Directory
-from ssd_tier.index import Contents, prepare
+from ssd_tier.files import BlobFile, Directory
+from ssd_tier.index import Contents, check_readable, prepare
 from ssd_tier.rebuild import contents_of
 
 log = logging.getLogger("ssd_tier")
 
 
 class Recovered(NamedTuple):
-    """`contents.entries` can be served; `dropped` are rows to delete; the rest counts files, for the log."""
+    """`contents.entries` can be served; `adopted` are rows to add, `dropped` rows to delete; the rest counts files."""
 
     contents: Contents
+    adopted: Contents
     dropped: list[Entry]
     temporary: int
     orphans: int
     rebuilt: bool
 
 
-def recover(directory: Directory) -> Recovered:
-    """Read the index, or make it anew from the blobs where it is missing or damaged; remove temporary files and blobs
-    that no row names; sort out rows without a file of the stated size.
+def recover(directory: Directory, limit: int) -> Recovered:
+    """Read the index, or make it anew from the blobs where it is missing or damaged; then make both agree.
+
+    A file that no row names was written just before a kill, or its row was lost with a part of the index: it is whole,
+    since only whole files have a blob's name, and is taken in as the least recently used. A row without a file of its
+    size is dropped, and so is a file of more than `limit` bytes.
 
     Blocks; before the loop runs. Sizes come from the file system. Raises `IndexUnusable` and OSError; then nothing has
     been removed.
     """
-    rebuilt = quarantined = False
+    contents, rebuilt = _read_index(directory)
+    temporary = directory.clear_temporary()
+    rows = {(e.key, e.generation): e for e in contents.entries}
+    sound: set[bytes] = set()
+    strays: list[BlobFile] = []
+    for file in list(directory.blobs()):
+        entry = rows.get((file.key, file.generation))
+        if entry is None:
+            strays.append(file)
+        elif file.nbytes == entry.file_bytes <= min(limit, entry.raw_bytes + len(entry.ids) + MAX_HEADER):
+            sound.add(file.key)
+        else:  # it holds something else
+            _set_aside(directory, entry)
+    adopted = contents_of(directory, [f for f in strays if f.key not in sound and f.nbytes <= limit])
+    taken = {(e.key, e.generation) for e in adopted.entries}
+    orphans = sum(_removed(directory, f) for f in strays if (f.key, f.generation) not in taken)
+    dropped = [e for e in contents.entries if e.key not in sound]
+    for place, entry in enumerate(adopted.entries, 1 - len(adopted.entries)):
+        entry.seq = min(0, place)
+    contents.entries = adopted.entries + [e for e in contents.entries if e.key in sound]
+    contents.models = adopted.models | contents.models
+    contents.layers = adopted.layers | contents.layers
+    for entry in contents.entries:  # a clock that was ahead must not keep them for ever
+        entry.used = min(entry.used, now())
+    return Recovered(contents, adopted, dropped, temporary, orphans, rebuilt)
+
+
+def _read_index(directory: Directory) -> tuple[Contents, bool]:
+    """What the index says, and whether it had to be made anew."""
+    rebuilt = False
 
     def find() -> Contents:
         nonlocal rebuilt
-        found = contents_of(directory)
+        found = contents_of(directory, directory.blobs())
         rebuilt = bool(found.entries)
         return found
 
-    try:
-        contents = prepare(directory.index_path, find)
-    except IndexDamaged as e:
-        log.warning("ssd: %s", e)
-        directory.quarantine_index()
-        contents = prepare(directory.index_path, find)
-        quarantined = True
-    if not quarantined:
-        directory.trim_quarantine()
-    temporary = directory.clear_temporary()
-    named = {(e.key, e.generation): e for e in contents.entries}
-    found: set[bytes] = set()
-    orphans = 0
-    for file in list(directory.blobs()):
-        entry = named.get((file.key, file.generation))
-        if entry is None:
-            orphans += _removed(directory, file.key, file.generation)
-        elif file.nbytes == entry.file_bytes:
-            found.add(file.key)
-        else:  # it holds something else
-            _set_aside(directory, entry)
-    dropped = [e for e in contents.entries if e.key not in found]
-    contents.entries = [e for e in contents.entries if e.key in found]
-    for entry in contents.entries:  # a clock that was ahead must not keep them for ever
-        entry.used = min(entry.used, now())
-    return Recovered(contents, dropped, temporary, orphans, rebuilt)
+    for again in (True, False):
+        try:
+            contents = prepare(directory.index_path, find)
+            directory.trim_quarantine()
+            return contents, rebuilt
+        except IndexDamaged as e:
+            check_readable(directory.index_path)
+            if not again:  # SQLite calls some passing faults damage: only what it finds twice
+                log.warning("ssd: %s", e)
+    directory.quarantine_index()
+    return prepare(directory.index_path, find), rebuilt
 
 
-def _removed(directory: Directory, key: bytes, generation: int) -> bool:
+def _removed(directory: Directory, file: BlobFile) -> bool:
     """Remove a file; one that cannot be removed is tried again at the next open."""
     try:
-        directory.remove(key, generation)
+        directory.remove(file.key, file.generation)
     except OSError:
         return False
     return True
 
 
 def _set_aside(directory: Directory, entry: Entry) -> None:
-    try:
+    with contextlib.suppress(OSError):
         directory.quarantine(entry.key, entry.generation)
-    except OSError:
-        _removed(directory, entry.key, entry.generation)

@@ -1,9 +1,10 @@
 """The blocks on the SSD: files, rows and the catalog, changed together and kept in agreement.
 
     add      files -> rows, one commit -> visible
-    remove   out of the catalog -> rows, one commit -> files
+    remove   out of the catalog -> files -> rows, one commit
 
-so that a kill at any instant leaves at most files that no row names, which the next open collects.
+so that a kill at any instant leaves a file without its row, which is whole, and which the next open takes in; or a row
+without its file, which it drops. A file that no row names is thus never one that was to be removed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ssd_tier.blob import Block
 from ssd_tier.budget import Budget
 from ssd_tier.catalog import Catalog, Entry
 from ssd_tier.clock import now, today
-from ssd_tier.errors import index_damaged
+from ssd_tier.errors import IndexDamaged, index_damaged
 from ssd_tier.files import Directory, Durability
-from ssd_tier.index import Contents, Index, prepare
+from ssd_tier.index import Contents, Index, check_index, prepare
 from ssd_tier.spill import Listener
 
 T = TypeVar("T")
@@ -126,11 +127,6 @@ class Store:
         if not entries:
             return
         self._listener.on_removed(entries)
-        try:
-            await self._commit(removed=[e.key for e in entries])
-        except (sqlite3.Error, OSError, ValueError) as e:  # ValueError: the index is closed already
-            # The rows outlive their files, and the next open drops them.
-            log.info("ssd: %d rows could not be removed (%s)", len(entries), e)
         if damaged:
             for entry in entries:
                 try:
@@ -138,6 +134,11 @@ class Store:
                 except OSError as e:
                     log.info("ssd: blob %s could not be set aside (%s)", entry.key.hex()[:12], e)
         await self.remove_files(entries)
+        try:
+            await self._commit(removed=[e.key for e in entries])
+        except (sqlite3.Error, OSError, ValueError) as e:  # ValueError: the index is closed already
+            # The rows outlive their files, and the next open drops them.
+            log.info("ssd: %d rows could not be removed (%s)", len(entries), e)
 
     async def remove_files(self, entries: Sequence[Entry]) -> None:
         """Remove files that no row names, with those that could not be removed before."""
@@ -191,16 +192,21 @@ class Store:
         """Where a commit found the index damaged: a new one, from the catalog. Raises OSError, `TierError`."""
         if not self._index_is_damaged:
             return
-        log.warning("ssd: the index %s is damaged; it is made anew", self.directory.index_path)
+        path = self.directory.index_path
         await self._index.close()
         contents = Contents(list(self.catalog), self._models, self._layers)
 
         def replace() -> None:
-            self.directory.quarantine_index()
-            prepare(self.directory.index_path, lambda: contents)
+            try:
+                prepare(path)
+                check_index(path)  # SQLite calls some passing faults damage
+            except IndexDamaged:
+                log.warning("ssd: the index %s is damaged; it is made anew", path)
+                self.directory.quarantine_index()
+                prepare(path, lambda: contents)
 
         await self.run(replace)
-        self._index = await Index.open(self.directory.index_path, self.durability)
+        self._index = await Index.open(path, self.durability)
         self._index_is_damaged = False
 
     async def compact(self) -> None:

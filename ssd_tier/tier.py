@@ -61,7 +61,7 @@ class SSDTier:
         self.reading = Breaker("reading", FAULTS)
         self._directory = Directory.own(options.path, options.budget // QUARANTINE_SHARE)
         try:
-            self._recovered = recover(self._directory)
+            self._recovered = recover(self._directory, options.budget)
         except OSError as e:
             self._directory.close()
             raise IndexUnusable(f"{options.path} cannot be read ({e.strerror}); check the disk") from e
@@ -72,21 +72,33 @@ class SSDTier:
             log.warning("ssd: %d blocks found without an index", len(self._recovered.contents.entries))
         self.layers = self._recovered.contents.layers  # of namespaces: origin and classes
         self.counters["orphans_removed"] = self._recovered.orphans + self._recovered.temporary
+        self.counters["files_adopted"] = len(self._recovered.adopted.entries)
         self.counters["lost_missing"] = len(self._recovered.dropped)
         self._touches: deque[tuple[Sequence[bytes], bool]] = deque()
         self._touch_due = False
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     async def start(self, listener: Listener) -> None:
-        """Connect to the index, enforce the budget, start the writer. On the loop that the tier lives on."""
+        """Connect to the index, enforce the budget, start the writer. On the loop that the tier lives on.
+
+        Raises `IndexUnusable` where the disk fails.
+        """
         options = self.options
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._readers = ThreadPoolExecutor(READERS, "tiered-cache-read")
         self._writers = ThreadPoolExecutor(WRITERS, "tiered-cache-write")
-        index = await Index.open(self._directory.index_path, options.durability)
+        index = None
         try:
-            await index.apply(removed=[e.key for e in self._recovered.dropped])
+            index = await Index.open(self._directory.index_path, options.durability)
+            adopted = self._recovered.adopted
+            await index.apply(
+                removed=[e.key for e in self._recovered.dropped],
+                added=adopted.entries,
+                models=adopted.models,
+                layers=adopted.layers,
+            )
             self._store = Store(
                 self._directory,
                 index,
@@ -107,8 +119,11 @@ class SSDTier:
                     options.path,
                     evicted,
                 )
-        except BaseException:
-            await index.close()
+        except BaseException as e:
+            if index:
+                await index.close()
+            if isinstance(e, sqlite3.Error | OSError):
+                raise IndexUnusable(f"{options.path} cannot be used ({e}); check the disk") from e
             raise
         self._tasks = [self._loop.create_task(self.writer.run()), self._loop.create_task(self._now_and_then())]
 
@@ -210,10 +225,16 @@ class SSDTier:
             await self._store.save()
 
     async def close(self) -> None:
-        """Stop the writer after its batch at hand, save recency, let go of everything. Loop thread; idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        """Stop the writer after the files at hand, save recency, let go of everything. Loop thread; idempotent.
+
+        Cancelling it does not stop it: whoever asks again waits for its end.
+        """
+        if self._closing is None:
+            self._closed = True
+            self._closing = self._loop.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self.writer.stop()
         self._tasks[1].cancel()
         await asyncio.wait(self._tasks)

@@ -118,22 +118,27 @@ class Runtime:
         config = self.config
         try:
             tier = SSDTier(config.tier_options())
-        except IndexUnusable as e:  # a fault of data: the host starts all the same, with RAM alone
-            self.ssd_off = str(e)
-            log.warning("the SSD tier is off: %s", e)
-            return
+        except IndexUnusable as e:
+            return self._go_without(e)
         thread = LoopThread()
         try:
             thread.run(tier.start(self.pool))
-        except BaseException:
+        except BaseException as e:
             tier.disown()
             thread.stop()
-            raise
+            if not isinstance(e, IndexUnusable):
+                raise
+            return self._go_without(e)
         self.tier, self._loop_thread = tier, thread
         self._unclosed = weakref.finalize(self, _warn_unclosed, os.getpid())  # says so at the latest when Python ends
         self.pool.attach(tier, tier.catalog)
         if config.promotion.policy == "always":
             self.promoter = Promoter(self.pool, tier, thread.loop, config.promotion.deadline)
+
+    def _go_without(self, fault: IndexUnusable) -> None:
+        """A fault of data or disk: the host starts all the same, with RAM alone."""
+        self.ssd_off = str(fault)
+        log.warning("the SSD tier is off: %s", fault)
 
     def flush(self, timeout: float | None) -> bool:
         """Write all that RAM holds now; False where not all of it is on the SSD after `timeout` seconds."""
@@ -186,7 +191,8 @@ class Runtime:
             late, failed = self.pool.unsaved([node.key for node in self.pool.resident()])
             if late or failed:
                 log.warning("closing: %d blocks did not reach the SSD in time, %d could not", len(late), len(failed))
-                tier.counters["lost_close_deadline"] += len(late)
+                queued = {n.key for n in self.pool.resident() if n.queued}  # the tier counts these, if it loses them
+                tier.counters["lost_close_deadline"] += len(late - queued)
         finally:
             try:
                 thread.run(tier.close())

@@ -105,8 +105,8 @@ def test_sqlite_has_one_home():
 
 # `index` makes its own empty file, `config` and `cli` deal in TOML, `snapshot` in a folder of the host's.
 HAVE_FILES = [
-    "ssd_tier.files", "ssd_tier.folders", "ssd_tier.claim", "ssd_tier.index", "tiered_cache.config", "tiered_cache.cli.configure",
-    "tiered_cache.snapshot",
+    "ssd_tier.files", "ssd_tier.folders", "ssd_tier.claim", "ssd_tier.index", "tiered_cache.config",
+    "tiered_cache.cli.configure", "tiered_cache.snapshot",
 ]  # fmt: skip
 
 
