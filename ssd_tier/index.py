@@ -1,7 +1,7 @@
 """The durable record of what is on the SSD: SQLite, one writing connection.
 
 Rows are a claim, not the truth: names of files are derived from keys, sizes come from `stat`, contents from the blobs'
-own digests. A lost commit costs a file that the next open collects; a lost index is made anew from the blobs.
+own digests. A lost commit costs nothing: the next open takes the file in. A lost index is made anew from the blobs.
 """
 
 from __future__ import annotations
