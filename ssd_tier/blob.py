@@ -65,7 +65,7 @@ class Block:
 
     `tokens` are the block's own token ids (int64 little-endian), `start` how many tokens come before it, `classes` what
     the layers are (opaque here), `model` a label for people, `origin` who made it (opaque, too), `replaces` keys that
-    are of no use once this one is stored.
+    are of no use once this one is stored, `keep` whether it is to go after all others.
     """
 
     key: bytes
@@ -79,6 +79,7 @@ class Block:
     model: str = ""
     replaces: tuple[bytes, ...] = ()
     origin: str = ""
+    keep: bool = False
 
     @property
     def nbytes(self) -> int:

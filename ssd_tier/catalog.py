@@ -20,7 +20,7 @@ class Entry:
     """One block on the SSD: a row of the index."""
 
     __slots__ = (
-        "created", "file_bytes", "generation", "hits", "ids", "key", "namespace", "parent", "raw_bytes",
+        "created", "file_bytes", "generation", "hits", "ids", "keep", "key", "namespace", "parent", "raw_bytes",
         "seq", "start", "used",
     )  # fmt: skip
 
@@ -38,6 +38,7 @@ class Entry:
         hits: int = 0,
         created: int = 0,
         used: int = 0,
+        keep: int = 0,
     ) -> None:
         self.key = key
         self.namespace = namespace
@@ -51,6 +52,7 @@ class Entry:
         self.hits = hits
         self.created = created  # these two in seconds since 1970
         self.used = used
+        self.keep = keep  # goes after all that is not to be kept
 
 
 class Catalog:
@@ -157,7 +159,12 @@ class Catalog:
 
         Changes nothing; may fall short.
         """
-        return self._leaves(nbytes, lambda e: e.key not in spare and (before is None or e.seq < before))
+        def may_go(e: Entry) -> bool:
+            return e.key not in spare and (before is None or e.seq < before)
+
+        # What is to be kept goes only where the rest is not enough.
+        found = self._leaves(nbytes, lambda e: not e.keep and may_go(e))
+        return found if sum(e.file_bytes for e in found) >= nbytes else self._leaves(nbytes, may_go)
 
     def expired(self, before: int) -> list[Entry]:
         """Entries that were not used since `before` (seconds since 1970), nor what hangs on them. Changes nothing."""

@@ -11,18 +11,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ssd_tier.errors import DirectoryInUse, DirectoryUnusable
+from ssd_tier.errors import DirectoryInUse, DirectoryUnusable, IndexUnusable, TierError
 
 INDEX_NAME = "index.sqlite"
 BLOB_NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{16})\.safetensors")
 TEMPORARY = re.compile(r"[0-9]+-[0-9]+")
+# Faults of the machine, not of the configuration: the program starts all the same, with RAM alone.
+_PASSING = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 QUARANTINED = re.compile(BLOB_NAME.pattern + r"|index-[0-9]+\.sqlite(-wal|-shm)?")
 FOLDERS = ("blobs", "tmp", "quarantine")
 _OURS = {"lock", *FOLDERS, INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm"}
 
 
 def lock(root: Path) -> int:
-    """Take the directory's lock; its handle. Raises `DirectoryUnusable` or `DirectoryInUse`."""
+    """Take the directory's lock; its handle. Raises `TierError`."""
     try:
         fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as e:
@@ -113,8 +115,9 @@ def make_folders(root: Path) -> None:
         raise _cannot("written to", root, e, "choose another directory or free some space") from e
 
 
-def _cannot(what: str, root: Path, e: OSError, remedy: str) -> DirectoryUnusable:
-    return DirectoryUnusable(f"ssd.path {root} cannot be {what} ({e.strerror}); {remedy}")
+def _cannot(what: str, root: Path, e: OSError, remedy: str) -> TierError:
+    kind = IndexUnusable if e.errno in _PASSING else DirectoryUnusable
+    return kind(f"ssd.path {root} cannot be {what} ({e.strerror}); {remedy}")
 
 
 def check_usable(root: Path, *, writable: bool = True) -> None:

@@ -6,12 +6,14 @@ import time
 
 DAY = 86_400  # seconds
 
-_start = time.time() - time.monotonic()
+# A clock that goes on while the machine sleeps, as macOS' monotonic one does.
+_CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_start = time.time() - time.clock_gettime(_CLOCK)
 
 
 def now() -> int:
     """Seconds since 1970 by the clock as it stood when the process began: later jumps of it are not followed."""
-    return int(_start + time.monotonic())
+    return int(_start + time.clock_gettime(_CLOCK))
 
 
 def today() -> int:

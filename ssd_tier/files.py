@@ -204,15 +204,15 @@ class Directory(Folders):
 
     def blobs(self) -> Iterator[BlobFile]:
         """Every file that has a blob's name, in the directory where it belongs. Raises OSError."""
-        with os.scandir(self.root / "blobs") as folders:
-            names = [f.name for f in folders if len(f.name) == 2 and f.is_dir(follow_symlinks=False)]
-        for name in names:
-            with os.scandir(self.root / "blobs" / name) as files:
-                for file in files:
-                    m = BLOB_NAME.fullmatch(file.name)
-                    if m and file.name.startswith(name):
-                        status = file.stat(follow_symlinks=False)
-                        yield BlobFile(bytes.fromhex(m[1]), int(m[2], 16), status.st_size, status.st_mtime)
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.root / "blobs") as folders:
+            for name in [f.name for f in folders if len(f.name) == 2 and f.is_dir(follow_symlinks=False)]:
+                with os.scandir(self.root / "blobs" / name) as files:
+                    for file in files:
+                        m = BLOB_NAME.fullmatch(file.name)
+                        with contextlib.suppress(FileNotFoundError):  # removed just now
+                            if m and file.name.startswith(name):
+                                status = file.stat(follow_symlinks=False)
+                                yield BlobFile(bytes.fromhex(m[1]), int(m[2], 16), status.st_size, status.st_mtime)
 
     # -- tmp/ and quarantine/
 

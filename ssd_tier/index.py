@@ -24,15 +24,16 @@ from ssd_tier.errors import IndexDamaged, IndexUnusable, environmental
 from ssd_tier.files import Directory, Durability
 from ssd_tier.migrations import check_version, migrate, scripts
 
+DatabaseError = sqlite3.DatabaseError
 SQLITE_VERSION = sqlite3.sqlite_version
 KEEP_DAYS = 30  # of `written`
 
-_COLUMNS = "key, namespace, parent, generation, start, ids, file_bytes, raw_bytes, seq, hits, created, used"
+_COLUMNS = "key, namespace, parent, generation, start, ids, file_bytes, raw_bytes, seq, hits, created, used, keep"
 _SELECT = f"SELECT {_COLUMNS} FROM block LEFT JOIN block_tokens USING (key) ORDER BY seq"
 _ADD = (
     "INSERT OR REPLACE INTO block "
-    "(key, namespace, parent, generation, start, tokens, file_bytes, raw_bytes, seq, hits, created, used) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    "(key, namespace, parent, generation, start, tokens, file_bytes, raw_bytes, seq, hits, created, used, keep) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 _COUNT = (
     "INSERT INTO counter (name, value) VALUES (?, ?) "
@@ -49,13 +50,15 @@ Work = list[tuple[str, Sequence[Sequence[object]]]]  # statements with the rows 
 @dataclass
 class Contents:
     """What an index says. `entries`: least recently used first; `models`: label of each namespace; `layers`: origin and
-    classes of each namespace; `written`: bytes of blobs by day."""
+    classes of each namespace; `written`: bytes of blobs by day; `gone`: keys and generations of files that are still to
+    be removed."""
 
     entries: list[Entry] = field(default_factory=list)
     models: dict[bytes, str] = field(default_factory=dict)
     layers: dict[bytes, tuple[str, str]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     written: dict[int, int] = field(default_factory=dict)
+    gone: set[tuple[bytes, int]] = field(default_factory=set)
 
 
 class Index:
@@ -117,8 +120,8 @@ class Index:
     async def compact(self) -> None:
         """Give back the space of rows that have gone. Raises sqlite3.Error."""
         async with self._lock:
-            await self._connection.execute("VACUUM")
-            await self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            for pragma in ("incremental_vacuum", "wal_checkpoint(TRUNCATE)"):
+                await self._connection.execute_fetchall(f"PRAGMA {pragma}")
 
     async def close(self) -> None:
         """Close the connection and end its thread."""
@@ -135,17 +138,20 @@ def statements(
     layers: Mapping[bytes, tuple[str, str]] | None = None,
     counters: Mapping[str, int] | None = None,
     written: int = 0,
+    gone: Iterable[tuple[bytes, int]] = (),
+    removed_files: Iterable[tuple[bytes, int]] = (),
 ) -> Work:
-    """SQL for a change. `counters`, and the bytes `written` today, are added to what is there. Pure."""
-    gone = [(k,) for k in removed]
+    """SQL for a change. `counters`, and the bytes `written` today, are added to what is there. `gone` are files that
+    could not be removed, `removed_files` such as have been since. Pure."""
+    keys = [(k,) for k in removed]
     rows = [
         (e.key, e.namespace, e.parent, e.generation, e.start, len(e.ids) // 8, e.file_bytes, e.raw_bytes, e.seq,
-         e.hits, e.created, e.used)
+         e.hits, e.created, e.used, e.keep)
         for e in added
     ]  # fmt: skip
     work: Work = [
-        ("DELETE FROM block WHERE key = ?", gone),
-        ("DELETE FROM block_tokens WHERE key = ?", gone),
+        ("DELETE FROM block WHERE key = ?", keys),
+        ("DELETE FROM block_tokens WHERE key = ?", keys),
         (_ADD, rows),
         ("INSERT OR REPLACE INTO block_tokens (key, ids) VALUES (?, ?)", [(e.key, e.ids) for e in added]),
         (
@@ -159,6 +165,8 @@ def statements(
         ),
         (_COUNT, list((counters or {}).items())),
         (_WRITTEN, [(today(), written)] if written else []),
+        ("INSERT OR IGNORE INTO gone (key, generation) VALUES (?, ?)", list(gone)),
+        ("DELETE FROM gone WHERE key = ? AND generation = ?", list(removed_files)),
         ("DELETE FROM written WHERE day <= ?", [(today() - KEEP_DAYS,)] if written else []),
     ]
     return [(statement, values) for statement, values in work if values]
@@ -183,22 +191,24 @@ def prepare(path: Path, find: Callable[[], Contents] = Contents) -> Contents:
 
             def fill() -> None:
                 found = find()
-                changes = statements(added=found.entries, models=found.models, layers=found.layers)
+                changes = statements(
+                    added=found.entries,
+                    models=found.models,
+                    layers=found.layers,
+                    counters=found.counters,
+                    written=found.written.get(today(), 0),
+                    gone=found.gone,
+                )
                 for statement, rows in changes:
                     connection.executemany(statement, rows)
 
-            if check_version(connection, path, len(steps)) < len(steps):  # nothing is written to one that is up to date
+            have = check_version(connection, path, len(steps))
+            if have == 0:
+                connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            if have < len(steps):  # nothing is written to one that is up to date
                 connection.execute("PRAGMA journal_mode = WAL")
                 migrate(connection, path, steps, fill)
-            if _mostly_free(connection):  # else it would stay as large as it ever was, in the budget
-                with contextlib.suppress(sqlite3.OperationalError):  # no room for a second one
-                    connection.execute("VACUUM")
             return read_contents(connection)
-
-
-def _mostly_free(connection: sqlite3.Connection) -> bool:
-    pages, free = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
-    return bool(pages > 1000 and 2 * free > pages)
 
 
 @contextlib.contextmanager
@@ -240,6 +250,7 @@ def read_contents(connection: sqlite3.Connection) -> Contents:
         {k: (o, c) for k, o, c in connection.execute("SELECT namespace, origin, classes FROM layers")},
         dict(connection.execute("SELECT name, value FROM counter ORDER BY name")),
         dict(connection.execute("SELECT day, bytes FROM written ORDER BY day")),
+        set(connection.execute("SELECT key, generation FROM gone")),
     )
     for table, kinds in (
         (contents.models, (bytes, str)), (contents.counters, (str, int)), (contents.written, (int, int))
@@ -247,6 +258,8 @@ def read_contents(connection: sqlite3.Connection) -> Contents:
         if not all(isinstance(k, kinds[0]) and isinstance(v, kinds[1]) for k, v in table.items()):
             raise ValueError("a row of another type than its column's")
     if not all(type(v) is str for k, values in contents.layers.items() for v in values):
+        raise ValueError("a row of another type than its column's")
+    if not all(type(k) is bytes and len(k) == 32 and type(g) is int and g >= 0 for k, g in contents.gone):
         raise ValueError("a row of another type than its column's")
     return contents
 

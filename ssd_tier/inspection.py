@@ -5,6 +5,7 @@ Nothing is changed, locked or repaired; SQLite may leave its empty journal besid
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,12 +68,7 @@ class Inspection:
 
     def find(self, key: str) -> Sequence:
         """The sequence that ends with the block whose key begins with these hex digits. Raises `LookupError`."""
-        found = [e for e in self.entries if e.key.hex().startswith(key.lower())]
-        if not key or not found:
-            raise LookupError(f"no stored block has a key that begins with {key!r}; `tiered-cache ls` lists the keys")
-        if len(found) > 1:
-            raise LookupError(f"{len(found)} blocks have keys that begin with {key!r}; give more digits")
-        return self._sequence(found[0])
+        return self._sequence(self._by_key[bytes.fromhex(one_of([e.key.hex() for e in self.entries], key))])
 
     def blob(self, entry: Entry) -> BlobInfo:
         """What a block's file says of itself, verified. Raises `IndexUnusable` where it is damaged or gone."""
@@ -96,3 +92,13 @@ class Inspection:
         while (parent := self._by_key.get(entry.parent)) and parent.key not in blocks:  # a row may name anything
             blocks[parent.key] = entry = parent
         return Sequence(list(blocks.values())[::-1], self.models.get(last.namespace, "?"))
+
+
+def one_of(keys: Iterable[str], start: str) -> str:
+    """The one key, in hex, that begins with these digits. Raises `LookupError`."""
+    found = [k for k in keys if k.startswith(start.lower())]
+    if not start or not found:
+        raise LookupError(f"no stored block has a key that begins with {start!r}; `tiered-cache ls` lists the keys")
+    if len(found) > 1:
+        raise LookupError(f"{len(found)} blocks have keys that begin with {start!r}; give more digits")
+    return found[0]

@@ -16,17 +16,20 @@ from typing import NamedTuple
 from ssd_tier.blob import Block
 from ssd_tier.budget import Budget
 from ssd_tier.catalog import Catalog, Entry
+from ssd_tier.claim import is_owned
 from ssd_tier.clock import now
 from ssd_tier.errors import BlobDamaged, IndexDamaged
 from ssd_tier.files import BlobFile, Directory
-from ssd_tier.index import prepare, read_only
+from ssd_tier.index import Contents, prepare, read_contents, read_only
 from ssd_tier.inspection import Inspection
+from ssd_tier.keys import TOKEN_BYTES
 from ssd_tier.reader import read_verified
 from ssd_tier.rebuild import contents_of
 from ssd_tier.tier import SSDTier, TierOptions
 
 WORKERS = 2
 _ALL = 2**60  # bytes: nothing is thrown away here
+_PATIENCE = 10  # looks at the rows, half a second apart
 _SETTLED = 60.0  # seconds after which a file that no row names is not about to get one
 
 
@@ -60,9 +63,13 @@ def verify(root: Path, on_read: Callable[[int], object] = lambda nbytes: None) -
     files = list(directory.blobs())  # before the rows: what is written from now on is in neither
     entries = Inspection(root).entries
     found = [f for f in check(directory, entries, on_read) if f]
-    named = {(e.key, e.generation) for e in Inspection(root).entries}  # without what has been evicted meanwhile
     generations = {e.key: e.generation for e in entries}
-    found = [f for f in found if (f.key, generations[f.key]) in named]
+    for _ in range(_PATIENCE):  # a running owner removes a file, then its row
+        named = {(e.key, e.generation) for e in Inspection(root).entries}
+        found = [f for f in found if (f.key, generations[f.key]) in named]
+        if not found or not is_owned(root):
+            break
+        time.sleep(0.5)
     return found + _orphans(files, named | {(e.key, e.generation) for e in entries})
 
 
@@ -122,29 +129,52 @@ async def repair(options: TierOptions, on_read: Callable[[int], object]) -> tupl
         return found, dict(tier.counters)
 
 
-async def remove(options: TierOptions, keys: Sequence[bytes] | None) -> None:
-    """Open the directory within its budget, remove these blocks, or all, and what is in quarantine.
+class Removed(NamedTuple):
+    """What a removal came to. `nbytes`: of the files of chosen blocks. `undeleted`: files that could not be removed."""
 
-    Raises `TierError` and OSError.
+    blocks: int
+    nbytes: int
+    undeleted: int
+
+
+async def remove(
+    options: TierOptions, choose: Callable[[Catalog], Sequence[bytes]], *, compact: bool = False
+) -> Removed:
+    """Open the directory, which keeps it within its budget, and remove the blocks that are chosen.
+
+    `compact`: empty the quarantine, too. Raises `TierError`, OSError and sqlite3.Error.
     """
     async with owned(options) as tier:
-        await tier.remove([e.key for e in tier.catalog] if keys is None else keys)
-        await tier.compact()
+        chosen = choose(tier.catalog)
+        gone = [e for k in chosen if (e := tier.catalog.get(k))]
+        at_open = tier.counters["blocks_evicted"] + tier.counters["blocks_expired"]
+        await tier.remove(chosen)
+        if compact:
+            await tier.compact()
+        return Removed(len(gone) + at_open, sum(e.file_bytes for e in gone), tier.undeleted)
 
 
 def rebuild_index(root: Path) -> int:
     """Make the index anew from the blobs alone; how many blocks it has. The old one goes to quarantine.
 
-    Raises `TierError`; an index of another program, or of a newer version, is left alone.
+    What was written each day, and the counters, are taken over where the old index can be read. Raises `TierError`; an
+    index of another program, or of a newer version, is left alone.
     """
     directory = Directory.own(root, _ALL)
     with contextlib.closing(directory):
+        old = Contents()
         with contextlib.suppress(IndexDamaged):
             if directory.index_path.exists():
-                with read_only(directory.index_path, older=True):
-                    pass
+                with read_only(directory.index_path, older=True) as connection:
+                    old = read_contents(connection)
+
+        def find() -> Contents:
+            found = contents_of(directory, directory.blobs(), [])
+            found.counters, found.written, found.gone = old.counters, old.written, old.gone
+            return found
+
         directory.quarantine_index()
-        return len(prepare(directory.index_path, lambda: contents_of(directory, directory.blobs())).entries)
+        return len(prepare(directory.index_path, find).entries)
 
 
 def surplus(root: Path, budget: Budget) -> list[Entry]:
@@ -157,18 +187,36 @@ def surplus(root: Path, budget: Budget) -> list[Entry]:
 
 
 def below(catalog: Catalog, key: bytes) -> list[bytes]:
-    """A block, all that hangs on it, and the blocks before it that nothing else needs: leaves first."""
+    """A block, all that hangs on it, and the blocks before it that nothing else needs: leaves first.
+
+    What holds the same tokens in another namespace goes with it: a hybrid's blocks and checkpoint are one sequence.
+    """
+    tokens = _tokens(catalog, key)
+    end = len(tokens) // TOKEN_BYTES
+    ends = [e.key for e in catalog if e.start + len(e.ids) // TOKEN_BYTES == end]
+    twins = [k for k in ends if _tokens(catalog, k) == tokens]
+    found: dict[bytes, None] = {}
     children: dict[bytes, list[bytes]] = {}
     for entry in catalog:
         children.setdefault(entry.parent, []).append(entry.key)
-    found, at = [], 0
-    found.append(key)
-    while at < len(found):
-        found += children.get(found[at], [])
-        at += 1
-    found.reverse()
+    for twin in twins:
+        found |= dict.fromkeys(_subtree(catalog, children, twin))
+    return list(found)
+
+
+def _subtree(catalog: Catalog, children: dict[bytes, list[bytes]], key: bytes) -> list[bytes]:
+    found, at = {key: None}, [key]
+    while at:
+        at = [k for parent in at for k in children.get(parent, []) if k not in found]
+        found |= dict.fromkeys(at)
+    chosen = list(found)[::-1]
     for above in catalog.chain(key)[1:]:
         if catalog.children(above) > 1:
             break
-        found.append(above)
-    return found
+        chosen.append(above)
+    return chosen
+
+
+def _tokens(catalog: Catalog, key: bytes) -> bytes:
+    chain = [e for k in catalog.chain(key) if (e := catalog.get(k))]
+    return b"".join(e.ids for e in reversed(chain))

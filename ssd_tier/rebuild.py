@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import logging
 from collections.abc import Iterable
 from functools import partial
@@ -16,11 +16,11 @@ from ssd_tier.index import Contents
 log = logging.getLogger("ssd_tier")
 
 
-def contents_of(directory: Directory, files: Iterable[BlobFile]) -> Contents:
+def contents_of(directory: Directory, files: Iterable[BlobFile], unread: list[BlobFile]) -> Contents:
     """What an index of these files would say. Reads their headers only: the rest is verified when it is read.
 
     Of several files of one block the newest counts; order of use and ages are those of the files. A file that is no
-    blob of ours, or that the disk cannot read, goes to quarantine. Blocks. Raises OSError.
+    blob of ours goes to quarantine; one that cannot be read now is left, and added to `unread`. Blocks.
     """
     newest: dict[bytes, tuple[BlobFile, BlobInfo]] = {}
     for file in files:
@@ -28,11 +28,16 @@ def contents_of(directory: Directory, files: Iterable[BlobFile]) -> Contents:
             info = read_identity(partial(directory.read_start, file.key, file.generation))
             if info.key != file.key or not info.raw_bytes:
                 raise BlobDamaged("it is another block's, or holds nothing")
-        except (BlobDamaged, OSError) as e:
-            if isinstance(e, OSError) and e.errno != errno.EIO:  # the machine's fault, not this file's
-                raise
-            log.warning("ssd: blob %s left out of the new index (%s)", file.key.hex()[:12], e)
-            directory.quarantine(file.key, file.generation)
+        except BlobDamaged as e:
+            log.warning("ssd: blob %s left out of the index (%s)", file.key.hex()[:12], e)
+            with contextlib.suppress(OSError):
+                directory.quarantine(file.key, file.generation)
+            continue
+        except FileNotFoundError:
+            continue
+        except OSError as e:
+            log.warning("ssd: blob %s cannot be read now (%s)", file.key.hex()[:12], e)
+            unread.append(file)
             continue
         if file.key not in newest or newest[file.key][0].mtime < file.mtime:
             newest[file.key] = (file, info)

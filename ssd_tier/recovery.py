@@ -18,11 +18,14 @@ log = logging.getLogger("ssd_tier")
 
 
 class Recovered(NamedTuple):
-    """`contents.entries` can be served; `adopted` are rows to add, `dropped` rows to delete; the rest counts files."""
+    """`contents.entries` can be served; `adopted` are rows to add, `dropped` rows to delete, `removed` files that were
+    to be removed and now are; `unread` files are left for the next open. The rest counts files."""
 
     contents: Contents
     adopted: Contents
     dropped: list[Entry]
+    removed: list[tuple[bytes, int]]
+    unread: list[BlobFile]
     temporary: int
     orphans: int
     rebuilt: bool
@@ -38,22 +41,28 @@ def recover(directory: Directory, limit: int) -> Recovered:
     Blocks; before the loop runs. Sizes come from the file system. Raises `IndexUnusable` and OSError; then nothing has
     been removed.
     """
-    contents, rebuilt = _read_index(directory)
+    unread: list[BlobFile] = []
+    contents, rebuilt = _read_index(directory, unread)
     temporary = directory.clear_temporary()
+    removed = [(key, generation) for key, generation in contents.gone if _removed(directory, key, generation)]
+    contents.gone -= set(removed)
     rows = {(e.key, e.generation): e for e in contents.entries}
     sound: set[bytes] = set()
     strays: list[BlobFile] = []
     for file in list(directory.blobs()):
         entry = rows.get((file.key, file.generation))
+        if (file.key, file.generation) in contents.gone or file in unread:
+            continue
         if entry is None:
             strays.append(file)
         elif file.nbytes == entry.file_bytes <= min(limit, entry.raw_bytes + len(entry.ids) + MAX_HEADER):
             sound.add(file.key)
         else:  # it holds something else
             _set_aside(directory, entry)
-    adopted = contents_of(directory, [f for f in strays if f.key not in sound and f.nbytes <= limit])
-    taken = {(e.key, e.generation) for e in adopted.entries}
-    orphans = sum(_removed(directory, f) for f in strays if (f.key, f.generation) not in taken)
+    adopted = contents_of(directory, [f for f in strays if f.key not in sound and f.nbytes <= limit], unread)
+    left = {(e.key, e.generation) for e in adopted.entries} | {(f.key, f.generation) for f in unread}
+    others = [(f.key, f.generation) for f in strays if (f.key, f.generation) not in left]
+    orphans = sum(_removed(directory, *file) for file in others)
     dropped = [e for e in contents.entries if e.key not in sound]
     for place, entry in enumerate(adopted.entries, 1 - len(adopted.entries)):
         entry.seq = min(0, place)
@@ -62,16 +71,17 @@ def recover(directory: Directory, limit: int) -> Recovered:
     contents.layers = adopted.layers | contents.layers
     for entry in contents.entries:  # a clock that was ahead must not keep them for ever
         entry.used = min(entry.used, now())
-    return Recovered(contents, adopted, dropped, temporary, orphans, rebuilt)
+    return Recovered(contents, adopted, dropped, removed, unread, temporary, orphans, rebuilt)
 
 
-def _read_index(directory: Directory) -> tuple[Contents, bool]:
+def _read_index(directory: Directory, unread: list[BlobFile]) -> tuple[Contents, bool]:
     """What the index says, and whether it had to be made anew."""
     rebuilt = False
 
     def find() -> Contents:
         nonlocal rebuilt
-        found = contents_of(directory, directory.blobs())
+        unread.clear()
+        found = contents_of(directory, directory.blobs(), unread)
         rebuilt = bool(found.entries)
         return found
 
@@ -88,10 +98,10 @@ def _read_index(directory: Directory) -> tuple[Contents, bool]:
     return prepare(directory.index_path, find), rebuilt
 
 
-def _removed(directory: Directory, file: BlobFile) -> bool:
+def _removed(directory: Directory, key: bytes, generation: int) -> bool:
     """Remove a file; one that cannot be removed is tried again at the next open."""
     try:
-        directory.remove(file.key, file.generation)
+        directory.remove(key, generation)
     except OSError:
         return False
     return True

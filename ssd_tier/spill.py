@@ -54,8 +54,11 @@ class SpillQueue:
         """The next blocks, at least one where any waits. They count until `finished`."""
         with self._lock:
             batch: list[Block] = []
+            room = max_bytes
             while self._waiting and len(batch) < max_blocks:
-                if batch and sum(b.nbytes for b in batch) + self._waiting[0].nbytes > max_bytes:
+                head = self._waiting[0]
+                room -= head.nbytes + len(head.tokens)
+                if batch and room < 0:
                     break
                 batch.append(self._waiting.popleft())
             self._taken += len(batch)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
+from ssd_tier.admission import Admission
 from ssd_tier.blob import Block
 from ssd_tier.budget import Budget
 from ssd_tier.catalog import Catalog, Entry
@@ -25,6 +26,9 @@ from ssd_tier.errors import IndexDamaged, index_damaged
 from ssd_tier.files import Directory, Durability
 from ssd_tier.index import Contents, Index, check_index, prepare
 from ssd_tier.spill import Listener
+
+AT_ONCE = 64  # blocks that are removed in one commit
+FULL, NOT_FULL = 0.05, 0.2  # shares of the budget that are free: less, and it is full; more, and it is not
 
 T = TypeVar("T")
 log = logging.getLogger("ssd_tier")
@@ -38,20 +42,30 @@ class Store:
         directory: Directory,
         index: Index,
         contents: Contents,
+        unread: int,
         budget: Budget,
         listener: Listener,
         counters: Counter[str],
+        admission: Admission,
         workers: Executor,
         durability: Durability,
     ) -> None:
+        """`unread`: bytes of files that could not be read at open, and are in the budget all the same."""
         self.directory = directory
+        self._unread = unread
         self.catalog = Catalog(contents.entries)
         self.budget = budget
         self.counters = counters
+        self.admission = admission
         self.durability: Durability = durability
         self._index = index
         self._listener = listener
         self._workers = workers
+        self._removing = 0  # bytes of files that are being removed
+        self._room = asyncio.Lock()  # one at a time decides what goes
+        self._unsaved_rows: list[bytes] = []  # of removed blocks, that could not be deleted yet
+        self._gone = set(contents.gone)  # files that are still to be removed, as the index has it
+        self._unsaved_written = 0  # bytes written that the index does not know of
         self._models = dict(contents.models)
         self._layers = dict(contents.layers)
         self._written = {today(): contents.written.get(today(), 0)}  # bytes of blobs by day
@@ -73,6 +87,11 @@ class Store:
         """Whether the day's limit of written bytes lets these be written."""
         return not self.budget.daily or self.written_today + nbytes <= self.budget.daily
 
+    def wrote(self, nbytes: int) -> None:
+        """Count what was written, whatever becomes of it."""
+        self._written = {today(): self.written_today + nbytes}
+        self._unsaved_written += nbytes
+
     async def add(self, entries: Sequence[Entry], blocks: Sequence[Block]) -> None:
         """Take up what lies on the disk already. On any fault it is as if it had not been written.
 
@@ -80,13 +99,12 @@ class Store:
         """
         models = {b.namespace: b.model for b in blocks if self._models.get(b.namespace) != b.model}
         layers = {b.namespace: (b.origin, b.classes) for b in blocks if b.namespace not in self._layers}
-        nbytes = sum(e.file_bytes for e in entries)
         try:
             if self.durability != "cache":
                 await self.run(self.directory.sync_names, [e.key for e in entries])
             for entry in entries:
                 self.catalog.add(entry)
-            await self._commit(added=entries, models=models, layers=layers, written=nbytes)
+            await self._commit(added=entries, models=models, layers=layers)
         except BaseException:
             for entry in entries:
                 self.catalog.remove(entry.key)
@@ -94,25 +112,38 @@ class Store:
             raise
         self._models |= models
         self._layers |= layers
-        self._written = {today(): self.written_today + nbytes}
         self.counters["blocks_written"] += len(entries)
-        self.counters["bytes_written"] += nbytes
+        self.counters["bytes_written"] += sum(e.file_bytes for e in entries)
 
     async def make_room(self, coming: int, spare: set[bytes], before: int | None = None) -> bool:
         """Remove least recently used leaves until `coming` bytes fit; False, and nothing removed, where they cannot.
 
         Only what was used `before` that place in the order of use may go for it. Raises OSError.
         """
-        held = self.catalog.file_bytes + sum(e.file_bytes for e in self._undeleted)
-        excess = await self.run(self.budget.excess, self.directory, held, coming)
-        if excess <= 0:
-            return True
-        victims = self.catalog.victims(excess, spare, before)
-        if coming and sum(v.file_bytes for v in victims) < excess:
-            return False
-        await self.remove([v.key for v in victims])
-        self.counters["blocks_evicted"] += len(victims)
-        return sum(v.file_bytes for v in victims) >= excess
+        async with self._room:
+            excess = await self._excess(coming)
+            if excess <= 0:
+                return True
+            self.admission.full |= coming > 0
+            victims = self.catalog.victims(excess, spare, before)
+            if coming and sum(v.file_bytes for v in victims) < excess:
+                return False
+            for victim in victims:
+                self.admission.saw(victim.key)
+            await self.remove([v.key for v in victims])
+            self.counters["blocks_evicted"] += len(victims)
+            return sum(v.file_bytes for v in victims) >= excess
+
+    async def look_for_room(self) -> None:
+        """Give up what the budget and the floor ask for; note whether the disk is full, or no longer so."""
+        await self.make_room(0, set())
+        for share, full in ((FULL, True), (NOT_FULL, False)):
+            if (await self._excess(int(share * self.budget.limit)) > 0) == full:
+                self.admission.full = full
+
+    async def _excess(self, coming: int) -> int:
+        held = self.catalog.file_bytes + self._removing + self._unread + sum(e.file_bytes for e in self._undeleted)
+        return await self.run(self.budget.excess, self.directory, held, coming)
 
     async def expire(self) -> None:
         """Remove what was not used for longer than the budget's `retention`."""
@@ -123,21 +154,30 @@ class Store:
 
     async def remove(self, keys: Sequence[bytes], *, damaged: bool = False) -> None:
         """Take blocks off the SSD; to quarantine what is `damaged`. No fault of disk or index keeps them here."""
-        entries = [e for k in keys if (e := self.catalog.remove(k))]
-        if not entries:
-            return
+        for i in range(0, len(keys), AT_ONCE):
+            entries = [e for k in keys[i : i + AT_ONCE] if (e := self.catalog.remove(k))]
+            if entries:
+                await self._remove(entries, damaged)
+
+    async def _remove(self, entries: list[Entry], damaged: bool) -> None:
         self._listener.on_removed(entries)
-        if damaged:
-            for entry in entries:
-                try:
-                    await self.run(self.directory.quarantine, entry.key, entry.generation)
-                except OSError as e:
-                    log.info("ssd: blob %s could not be set aside (%s)", entry.key.hex()[:12], e)
-        await self.remove_files(entries)
+        nbytes = sum(e.file_bytes for e in entries)
+        self._removing += nbytes
+        try:
+            if damaged:
+                for entry in entries:
+                    try:
+                        await self.run(self.directory.quarantine, entry.key, entry.generation)
+                    except OSError as e:
+                        log.info("ssd: blob %s could not be set aside (%s)", entry.key.hex()[:12], e)
+            await self.remove_files(entries)
+        finally:
+            self._removing -= nbytes
         try:
             await self._commit(removed=[e.key for e in entries])
         except (sqlite3.Error, OSError, ValueError) as e:  # ValueError: the index is closed already
-            # The rows outlive their files, and the next open drops them.
+            # Tried again with the next commit; else the rows outlive their files, and the next open drops them.
+            self._unsaved_rows += [e.key for e in entries]
             log.info("ssd: %d rows could not be removed (%s)", len(entries), e)
 
     async def remove_files(self, entries: Sequence[Entry]) -> None:
@@ -156,6 +196,11 @@ class Store:
             async with self._deleting:
                 self._undeleted = await self.run(unlink)
 
+    @property
+    def undeleted(self) -> int:
+        """How many files could not be removed so far."""
+        return len(self._undeleted)
+
     async def save(self) -> None:
         """Write order of use, hits and counters to the index. Raises sqlite3.Error."""
         await self._commit()
@@ -167,26 +212,30 @@ class Store:
         removed: Sequence[bytes] = (),
         models: dict[bytes, str] | None = None,
         layers: dict[bytes, tuple[str, str]] | None = None,
-        written: int = 0,
     ) -> None:
         new = {e.key for e in added}
         counters = Counter(self.counters)
         touched = [e for e in self.catalog.take_changed() if e.key not in new]
+        gone = {(e.key, e.generation) for e in self._undeleted}
+        written = self._unsaved_written
         try:
             await self._index.apply(
                 added=added,
-                removed=removed,
+                removed=[*removed, *(k for k in self._unsaved_rows if k not in self.catalog)],
                 touched=touched,
                 models=models,
                 layers=layers,
                 counters=counters - self._saved,
                 written=written,
+                gone=gone - self._gone,
+                removed_files=self._gone - gone,
             )
         except BaseException as e:
             self.catalog.put_changed(touched)
             self._index_is_damaged |= index_damaged(e)
             raise
-        self._saved = counters
+        self._saved, self._gone, self._unsaved_rows = counters, gone, []
+        self._unsaved_written -= written
 
     async def mend_index(self) -> None:
         """Where a commit found the index damaged: a new one, from the catalog. Raises OSError, `TierError`."""
@@ -194,9 +243,11 @@ class Store:
             return
         path = self.directory.index_path
         await self._index.close()
-        contents = Contents(list(self.catalog), self._models, self._layers)
+        contents = Contents(
+            list(self.catalog), self._models, self._layers, dict(self.counters), dict(self._written), set(self._gone)
+        )
 
-        def replace() -> None:
+        def replace() -> bool:
             try:
                 prepare(path)
                 check_index(path)  # SQLite calls some passing faults damage
@@ -204,10 +255,14 @@ class Store:
                 log.warning("ssd: the index %s is damaged; it is made anew", path)
                 self.directory.quarantine_index()
                 prepare(path, lambda: contents)
+                return True
+            return False
 
-        await self.run(replace)
+        made_anew = await self.run(replace)
         self._index = await Index.open(path, self.durability)
         self._index_is_damaged = False
+        if made_anew:
+            self._saved, self._unsaved_written = Counter(contents.counters), 0
 
     async def compact(self) -> None:
         """Empty the quarantine and give back the index's unused space. Raises OSError, sqlite3.Error."""

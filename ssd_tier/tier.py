@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ssd_tier.admission import Admission, Policy
 from ssd_tier.blob import Block
 from ssd_tier.breaker import Breaker
 from ssd_tier.budget import QUARANTINE_SHARE, Budget
@@ -45,6 +46,7 @@ class TierOptions(NamedTuple):
     durability: Durability = "cache"
     retention: float = 0
     daily: int = 0
+    admission: Policy = "second-touch"
 
 
 class SSDTier:
@@ -58,6 +60,7 @@ class SSDTier:
         self.options = options
         self.counters: Counter[str] = Counter()
         self.queue = SpillQueue(options.spill_queue)
+        self._admission = Admission(options.admission)
         self.reading = Breaker("reading", FAULTS)
         self._directory = Directory.own(options.path, options.budget // QUARANTINE_SHARE)
         try:
@@ -98,21 +101,24 @@ class SSDTier:
                 added=adopted.entries,
                 models=adopted.models,
                 layers=adopted.layers,
+                removed_files=self._recovered.removed,
             )
             self._store = Store(
                 self._directory,
                 index,
                 self._recovered.contents,
+                sum(f.nbytes for f in self._recovered.unread),
                 Budget(options.budget, options.min_free, options.retention, options.daily),
                 listener,
                 self.counters,
+                self._admission,
                 self._writers,
                 options.durability,
             )
             del self._recovered
             self.writer = Writer(self.queue, self._store, listener, self.counters, options.level)
             await self._store.expire()
-            await self._store.make_room(0, set())
+            await self._store.look_for_room()
             if evicted := self.counters["blocks_evicted"]:
                 log.warning(
                     "ssd: %s held more than ssd.budget and ssd.min_free allow: %d blocks removed",
@@ -122,6 +128,8 @@ class SSDTier:
         except BaseException as e:
             if index:
                 await index.close()
+            self._readers.shutdown()
+            self._writers.shutdown()
             if isinstance(e, sqlite3.Error | OSError):
                 raise IndexUnusable(f"{options.path} cannot be used ({e}); check the disk") from e
             raise
@@ -150,6 +158,14 @@ class SSDTier:
             self._touch_due = True
             self._call(self._apply_touches)
 
+    def admits(self, key: bytes) -> bool:
+        """Whether a block that was not asked for since it was computed is worth writing. Any thread; never waits."""
+        return self._admission.admits(key)
+
+    def saw(self, key: bytes) -> None:
+        """A block leaves RAM without having been written. Any thread; never waits."""
+        self._admission.saw(key)
+
     def discard(self, keys: Sequence[bytes]) -> None:
         """Remove blocks soon. Any thread; never waits."""
         self.writer.discards.append(keys)
@@ -163,6 +179,11 @@ class SSDTier:
     async def compact(self) -> None:
         """Empty the quarantine and give back the index's unused space. Raises OSError, sqlite3.Error. Loop thread."""
         await self._store.compact()
+
+    @property
+    def undeleted(self) -> int:
+        """How many files could not be removed so far. Any thread."""
+        return self._store.undeleted
 
     async def read(self, key: bytes, wanted: Callable[[], bool] = lambda: True) -> Block | None:
         """A verified block, or None and a counter that says why. Loop thread; the work is done in reader threads.
@@ -238,16 +259,20 @@ class SSDTier:
         self.writer.stop()
         self._tasks[1].cancel()
         await asyncio.wait(self._tasks)
-        await self.writer.discard_due()
-        self.writer.progress.set()  # for a flush that waits: it will not get further
-        left = self.queue.close()
-        if left:
-            self.counters["lost_closed"] += len(left)
-            self._listener.on_lost(left, "closed")
-        await self.save()
-        await self._store.close()
-        await self._loop.run_in_executor(None, self._shut_pools)
-        self._directory.close()
+        try:
+            await self.writer.discard_due()
+            self.writer.progress.set()  # for a flush that waits: it will not get further
+            left = self.queue.close()
+            if left:
+                self.counters["lost_closed"] += len(left)
+                self._listener.on_lost(left, "closed")
+            await self.save()
+            await self.writer.discard_due()  # what was to be removed meanwhile
+            await self._store.close()
+        finally:
+            self._readers.shutdown()
+            self._writers.shutdown()
+            self._directory.close()
 
     def stats(self) -> dict[str, Any]:
         """Sizes in bytes and counts; why the disk is left alone, if it is. Any thread."""
@@ -255,6 +280,7 @@ class SSDTier:
             "writing_off": self.writer.breaker.fault,
             "reading_off": self.reading.fault,
             "written_today": self._store.written_today,
+            "full": self._admission.full,
             "blocks": len(self.catalog),
             "file_bytes": self.catalog.file_bytes,
             "raw_bytes": self.catalog.raw_bytes,
@@ -273,10 +299,6 @@ class SSDTier:
         """Give the directory back where `start` was never called or failed."""
         self._directory.close()
 
-    def _shut_pools(self) -> None:
-        self._readers.shutdown()
-        self._writers.shutdown()
-
     def _call(self, function: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function)
@@ -290,7 +312,9 @@ class SSDTier:
     async def _now_and_then(self) -> None:
         while True:
             await asyncio.sleep(SAVE_EVERY)
-            with contextlib.suppress(OSError):  # the disk fails: its own look-ups will say so
+            try:
                 await self._store.expire()
-                await self._store.make_room(0, set())  # somebody else may have filled the disk
-            await self.save()
+                await self._store.look_for_room()  # somebody else may have filled the disk
+                await self.save()
+            except Exception as e:  # the disk fails: what is read and written there says so
+                log.info("ssd: not tidied up (%s)", e)

@@ -27,6 +27,7 @@ log = logging.getLogger("ssd_tier")
 
 BATCH_BYTES = 64 << 20  # blocks encoded in RAM at a time, in bytes of state
 BATCH_BLOCKS = 64
+ROW = 2  # a row's token ids are written twice: to the journal, then to the index
 FAULTS = 3  # batches in a row of which nothing could be written, before the disk is left alone
 
 Lost = dict[bytes, str]  # reasons by key
@@ -50,6 +51,7 @@ class Writer:
         self._listener = listener
         self._counters = counters
         self._level = level
+        self._loop = asyncio.get_running_loop()
         self._in_hand: set[bytes] = set()  # keys of the batch
         self._wake = asyncio.Event()
         self._stray = False
@@ -67,8 +69,12 @@ class Writer:
     async def run(self) -> None:
         """Write what comes until `stop`."""
         while not self._stopping:
-            if not await self._next_batch() and not self._stopping:
-                await self._wake.wait()
+            try:
+                if not await self._next_batch() and not self._stopping:
+                    await self._wake.wait()
+            except Exception:  # whatever it is, what comes next may go well
+                log.exception("ssd: the writer goes on after a fault of its own")
+                await asyncio.sleep(1)
 
     async def _next_batch(self) -> bool:
         """Write a batch; False where nothing waits. In a method of its own, so that no block outlives its batch."""
@@ -143,15 +149,13 @@ class Writer:
         sizes = [sum(len(p) for p in parts) for parts in encoded]
         spare = {key for b in blocks for key in catalog.chain(b.parent)}
         within = store.may_write(sum(sizes))
-        if not (within and await store.make_room(sum(sizes), spare, catalog.expected(b.key for b in blocks))):
+        coming = sum(sizes) + sum(ROW * (len(b.tokens) + 512) for b in blocks)
+        if not (within and await store.make_room(coming, spare, catalog.expected(b.key for b in blocks))):
             if len(blocks) == 1:
                 return lost | {blocks[0].key: "no_room" if within else "write_budget"}
             half = len(blocks) // 2  # what comes first may fit
             return lost | await self._write(blocks[:half], faults) | await self._write(blocks[half:], faults)
-        entries = [
-            Entry(b.key, b.namespace, b.parent, secrets.randbits(63), b.start, b.tokens, size, b.nbytes, created=now())
-            for b, size in zip(blocks, sizes, strict=True)
-        ]
+        entries = [self._entry(b, size) for b, size in zip(blocks, sizes, strict=True)]
         added = await self._write_files(entries, encoded, lost, faults)
         del encoded
         if added:
@@ -159,6 +163,13 @@ class Writer:
         replaced = [k for b in blocks if b.key not in lost for k in b.replaces if k not in self._in_hand]
         await store.remove([k for k in replaced if k in catalog and not catalog.children(k)])
         return lost
+
+    def _entry(self, b: Block, size: int) -> Entry:
+        generation = secrets.randbits(63)
+        keep = int(b.keep)
+        return Entry(
+            b.key, b.namespace, b.parent, generation, b.start, b.tokens, size, b.nbytes, created=now(), keep=keep
+        )
 
     async def _write_files(
         self, entries: list[Entry], encoded: list[list[Bytes | bytes]], lost: Lost, faults: list[BaseException]
@@ -192,7 +203,8 @@ class Writer:
     def _write_file(self, entry: Entry, parts: list[Bytes | bytes]) -> None:
         if self._stopping:
             raise Stopped
-        self._store.directory.write(entry.key, entry.generation, parts, self._store.durability)
+        nbytes = self._store.directory.write(entry.key, entry.generation, parts, self._store.durability)
+        self._loop.call_soon_threadsafe(self._store.wrote, nbytes)
 
     def _orphans(self, blocks: list[Block]) -> Lost:
         """Blocks that nothing could lead to, since an ancestor is neither stored nor about to be."""

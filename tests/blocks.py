@@ -65,7 +65,8 @@ def content(b: Block | None) -> tuple[object, ...] | None:
     """All that must come back, to compare."""
     if b is None:
         return None
-    named = {f.name: getattr(b, f.name) for f in fields(Block) if f.name != "replaces"}  # a hint, not stored
+    hints = ("replaces", "keep")  # not stored
+    named = {f.name: getattr(b, f.name) for f in fields(Block) if f.name not in hints}
     return tuple((named | {"data": bytes(b.data)}).values())
 
 

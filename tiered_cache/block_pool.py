@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from ssd_tier import Block, Entry
-from tiered_cache.prefix_tree import Node, block_bytes
+from tiered_cache.prefix_tree import DROP, KEEP, NORMAL, Node
 from tiered_cache.residency import Residency
 
 WRITE_AHEAD = 0.5  # of the limit: free, or holding clean blocks that may go
@@ -32,6 +32,12 @@ class Sink(Protocol):
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Remove these."""
+
+    def admits(self, key: bytes) -> bool:
+        """Whether a block that was not asked for since it was computed is worth writing."""
+
+    def saw(self, key: bytes) -> None:
+        """A block leaves without having been written."""
 
 
 class BlockPool(Residency):
@@ -134,9 +140,11 @@ class BlockPool(Residency):
         Returns the keys that are to be written. It is kept up to date where a block is replaced by a longer one.
         """
         with self.lock:
-            for node in self._dirty:
-                node.failed = False
-            wanted = {n.key for n in self._order if n.queued or n in self._dirty}
+            for node in self._order:
+                if not (node.entry or node.queued or node.key in self._leaving):
+                    self._dirty[node] = None  # what the SSD has had to give up, too
+                    node.failed = node.declined = False
+            wanted = {n.key for n in self._order if n.hint != DROP and not n.entry}
             self._flushes.append(wanted)
             self._feed()
             return wanted
@@ -147,16 +155,25 @@ class BlockPool(Residency):
             self._flushes = [f for f in self._flushes if f is not wanted]
 
     def unsaved(self, keys: Iterable[bytes]) -> tuple[set[bytes], set[bytes]]:
-        """Which of these blocks are still to be written, and which could not be."""
+        """Which of these blocks are still to be written, and which could not be: what has left RAM meanwhile, too."""
+        late, failed = set(), set()
         with self.lock:
-            nodes = [n for k in keys if (n := self.tree.nodes.get(k)) and (n.queued or n in self._dirty)]
-            return {n.key for n in nodes if not n.failed}, {n.key for n in nodes if n.failed}
+            for key in keys:
+                node = self.tree.nodes.get(key)
+                if node and (node.entry or node.hint == DROP):
+                    continue
+                if (node and (node.queued or (node in self._dirty and not node.failed))) or key in self._leaving:
+                    late.add(key)
+                else:
+                    failed.add(key)
+        return late, failed
 
     def supersede(self, old: Node, new: Node) -> None:
         """Drop a block whose tokens a longer one holds, too. Its copy on the SSD goes when the longer one is there."""
         with self.lock:
             for wanted in self._flushes:
                 if old.key in wanted:
+                    wanted.remove(old.key)
                     wanted.add(new.key)
             stale = (*old.replaces, old.key) if old.entry else old.replaces
             if new.entry:
@@ -175,7 +192,7 @@ class BlockPool(Residency):
 
     def _mark(self, node: Node) -> None:
         """Sort a node into the dirty or the clean ones, as the most recently used."""
-        node.failed = False
+        node.failed = node.declined = False
         if node.block:
             self._unwanted.discard(node.key)
         if node in self._dirty:
@@ -190,23 +207,48 @@ class BlockPool(Residency):
         """Queue the dirty blocks that are due, until the queue is full."""
         if self._sink and self._dirty:
             for node in self._due():
-                path = [n for n in node.path() if n in self._dirty]
-                # Nothing is written before its ancestors are.
-                if not any(n.failed for n in path) and not all(self._queue(n) for n in path):
+                if node.declined or node.failed:
+                    continue
+                path = self._unwritten(node)
+                if any(n.failed for n in path):
+                    node.failed = True  # nothing is written before its ancestors are
+                elif not self._worth_writing(node):
+                    node.declined = True
+                    self.counters["not_admitted"] += 1
+                elif not all(self._queue(n) for n in path):
                     return
+
+    def _unwritten(self, node: Node) -> list[Node]:
+        """A block and its ancestors that are neither on the SSD nor on their way, first one first."""
+        path = [n for n in node.path() if n.block and not (n.entry or n.queued or n.key in self._leaving)]
+        for n in path:
+            self._dirty.setdefault(n)  # what the SSD has had to give up is needed there again
+        return path
+
+    def _worth_writing(self, node: Node) -> bool:
+        """Whether a block goes to the SSD. One that does takes its ancestors with it."""
+        assert self._sink
+        if node.hint != NORMAL or self._flushes:
+            return node.hint != DROP
+        return node.seen or self._sink.admits(node.key)
+
+    def _evicted(self, node: Node) -> None:
+        if self._sink and not node.entry:
+            self._sink.saw(node.key)
 
     def _due(self) -> Iterator[Node]:
         """Dirty blocks to be written now, in order."""
         if self._through or self._flushes:  # what was used last first: its root, then what hangs on it
             yield from list(reversed(self._dirty))
             return
-        room = self.ledger.free
+        room, enough = self.ledger.free, WRITE_AHEAD * self.ledger.limit
         for node in self._order:
-            if room >= WRITE_AHEAD * self.ledger.limit:
+            if room >= enough:
                 return
             if node in self._dirty:
                 yield node
-            room += block_bytes([node])
+            if node.block:
+                room += node.block.nbytes
 
     def _queue(self, node: Node) -> bool:
         assert node.block
@@ -215,6 +257,8 @@ class BlockPool(Residency):
             return True  # removed and stored again while the writer has it in hand: it will tell
         if node.replaces and not block.replaces:
             block = replace(block, replaces=node.replaces)  # the same bytes
+        if node.hint == KEEP:
+            block = replace(block, keep=True)
         if not (self._sink and self._sink.put(block)):
             return False
         node.queued = True
@@ -242,9 +286,11 @@ class BlockPool(Residency):
 
     # -- use and removal, in both tiers
 
-    def use(self, nodes: Sequence[Node], *, hit: bool = False) -> None:
-        """`touch`, on the SSD as well; `hit`: to be read from there."""
+    def use(self, nodes: Sequence[Node], *, hit: bool = False, asked: bool = True) -> None:
+        """`touch`, on the SSD as well; `hit`: to be read from there; `asked`: for a request, not just computed."""
         with self.lock:
+            for node in nodes:
+                node.seen |= asked
             self.touch(nodes)
             stored = [n.key for n in reversed(nodes) if n.entry]
             if stored and self._sink:
@@ -253,9 +299,13 @@ class BlockPool(Residency):
     def forget(self, nodes: Iterable[Node], *, include_ssd: bool = False) -> None:
         """Drop blocks from RAM, pinned or not, with what waits in the spill queue; from the SSD, too, if asked to."""
         with self.lock:
-            stored = []
+            stored: list[bytes] = []
             for node in nodes:
                 node.gone = True
+                for wanted in self._flushes:
+                    wanted.discard(node.key)
+                if include_ssd:
+                    stored += node.replaces
                 if node.block:
                     self._drop(node)
                 if include_ssd and node.entry:

@@ -137,6 +137,8 @@ class SsdSection(_Frozen):
     min_free: DetectedSize = _key(
         None, "Disk space to leave free. Left out: 5 GB, at most 2 % of it.", examples=["5GB"])
     write: Literal["evict", "through"] = _key("evict", "When to write: as blocks are about to leave RAM, or at once.")
+    admission: Literal["second-touch", "all"] = _key(
+        "second-touch", "What to write once the budget is full: only what came up before, or all.")
     compression: str = _key("zstd:1", "Higher levels are slower and hardly smaller.",
                             pattern=r"^(none|zstd:([1-9]|1[0-9]))$", title='"none" or "zstd:1" to "zstd:19"')
     durability: Literal["cache", "batch", "full"] = _key(
@@ -232,6 +234,7 @@ class Config(_Frozen):
             durability=ssd.durability,
             retention=ssd.retention,
             daily=ssd.daily_writes,
+            admission=ssd.admission,
         )
 
     def _disk_bytes(self) -> int:

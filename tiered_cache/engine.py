@@ -16,6 +16,7 @@ from tiered_cache.handoff import Handoff
 from tiered_cache.memory_cache import MemoryAwarePrefixCache, MemoryCacheConfig
 from tiered_cache.metrics import losses
 from tiered_cache.promotion import Promotion
+from tiered_cache.ram_tier import Hint
 from tiered_cache.runtime import Runtime
 
 
@@ -94,12 +95,16 @@ class TieredCache:
         promoter = self._runtime.promoter
         return promoter.promote(self.ram, tokens, leave, tenant) if promoter else None
 
-    def store(self, tokens: Sequence[int], state: Sequence[Any], *, tenant: str | None = None) -> bool:
+    def store(
+        self, tokens: Sequence[int], state: Sequence[Any], *, tenant: str | None = None, hint: Hint = "normal"
+    ) -> bool:
         """Keep a copy of the state that covers exactly `tokens`; False, and a counted reason, where it is not kept.
 
-        `state` is a list of mlx-lm cache layers; it may be extended or dropped afterwards. Model's thread.
+        `state` is a list of mlx-lm cache layers; it may be extended or dropped afterwards. `hint`: "keep" for what goes
+        after all else in both tiers (a system prompt), "drop" for what will hardly come back (it is the next to go, and
+        never written to the SSD). Model's thread.
         """
-        return self.ram.store(tokens, state, tenant=tenant)
+        return self.ram.store(tokens, state, tenant=tenant, hint=hint)
 
     def handoff(self, on_ready: Callable[[], object] | None = None) -> Handoff:
         """A queue of requests for a scheduler with a step loop; `on_ready` wakes it. Any thread."""

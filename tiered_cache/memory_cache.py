@@ -148,7 +148,8 @@ class MemoryAwarePrefixCache(RamTier):
             shared = others[1]
         alone: list[Node] = []
         for node in reversed(path):
-            if node.ends or node.start < shared or len(node.children) > len(alone[-1:]):
+            stale = sum(child.key in end.replaces for child in node.children)  # tails that it has taken the place of
+            if node.ends or node.start < shared or len(node.children) - stale > len(alone[-1:]):
                 break
             alone.append(node)
         self.pool.forget([*alone, end] if chain.checkpoints else alone, include_ssd=include_ssd)

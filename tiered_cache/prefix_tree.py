@@ -29,12 +29,16 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return array("q", tokens).tobytes()
 
 
+DROP, NORMAL, KEEP = range(3)  # what a host says of a sequence: not to be kept for long; to be kept longest
+
+
 class Node:
     """One block of a chain, or a namespace's root (which has no state)."""
 
     __slots__ = (
-        "block", "children", "classes", "ends", "entry", "evictions", "failed", "gone", "ids", "is_checkpoints", "key",
-        "layout", "parent", "pins", "queued", "replaces", "resident", "root", "sequences", "start", "tokens",
+        "block", "children", "classes", "declined", "ends", "entry", "evictions", "failed", "gone", "hint", "ids",
+        "is_checkpoints", "key", "layout", "parent", "pins", "queued", "replaces", "resident", "root", "seen",
+        "sequences", "start", "tokens",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: Node | None, ids: bytes) -> None:
@@ -49,6 +53,9 @@ class Node:
         self.queued = False  # and waits for the SSD
         self.entry: Entry | None = None  # on the SSD
         self.failed = False  # could not be written: not tried again before it is used, or a flush asks
+        self.declined = False  # not worth writing, until it is used, or a flush asks
+        self.seen = False  # asked for since it was computed
+        self.hint = NORMAL
         self.gone = False  # removed by name: a promotion under way must not bring it back
         self.replaces: tuple[bytes, ...] = ()  # keys on the SSD that are of no use once this one is there
         self.pins = 0

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 from ssd_tier import Block, TensorSpec
 from ssd_tier.buffers import Bytes
@@ -16,10 +16,12 @@ from tiered_cache.block_pool import BlockPool
 from tiered_cache.layer_tree import Quantization, Refused, plain_of
 from tiered_cache.metrics import CacheStats
 from tiered_cache.plans import NOTHING, Chain, Plan, Prepared, best_plan
-from tiered_cache.prefix_tree import Node, in_ram, token_bytes
+from tiered_cache.prefix_tree import DROP, Node, in_ram, token_bytes
 
 log = logging.getLogger("tiered_cache")
 
+HINTS = ("drop", "normal", "keep")
+Hint = Literal["drop", "normal", "keep"]
 WHOLE = -1  # stands for the checkpoint among the numbers of blocks
 
 
@@ -179,12 +181,20 @@ class RamTier:
     # -- store
 
     def store(
-        self, tokens: Sequence[int], cache: Sequence[Any], evict_prefixes: bool = True, *, tenant: str | None = None
+        self,
+        tokens: Sequence[int],
+        cache: Sequence[Any],
+        evict_prefixes: bool = True,
+        *,
+        tenant: str | None = None,
+        hint: Hint = "normal",
     ) -> bool:
         """Keep a copy of the state that covers exactly `tokens`; True when it is stored, or was already.
 
         False, and a counter with the reason, for what is too short, too large, or cannot be restored. `evict_prefixes`
-        drops the shorter tail that this sequence continues. Never raises for what a model hands it. Model's thread.
+        drops the shorter tail that this sequence continues. `hint`: "drop" for what will hardly come back (the next to
+        go, never written to the SSD), "keep" for what goes after all else, in both tiers. Never raises for what a model
+        hands it. Model's thread.
         """
         try:
             ids = token_bytes(tokens)
@@ -212,9 +222,11 @@ class RamTier:
         checkpoint = len(state.whole.data) if state.whole else 0
         if state.layout.token_bytes * len(tokens) + checkpoint > self.pool.ledger.limit:
             return self._refuse("too_large", None)
-        return self._store_blocks(chain, ids, state, evict_prefixes)
+        return self._store_blocks(chain, ids, state, evict_prefixes, HINTS.index(hint))
 
-    def _store_blocks(self, chain: Chain, ids: bytes, state: layers.State, evict_prefixes: bool) -> bool:
+    def _store_blocks(
+        self, chain: Chain, ids: bytes, state: layers.State, evict_prefixes: bool, hint: int
+    ) -> bool:
         pool, tree, size = self.pool, self.pool.tree, self.pool.tree.block_tokens
         chunks = tree.chunks(ids) if chain.is_cut else []
         with pool.lock:
@@ -222,6 +234,8 @@ class RamTier:
             held = chain.checkpoints.children.get(ids) if chain.checkpoints else None
             pinned = [*known, held] if held else known
             pool.pin(pinned)
+            for node in pinned:
+                node.seen, node.hint = True, max(node.hint, hint)
             missing = [i for i in range(len(chunks)) if i >= len(known) or not known[i].block]
             # Quantizing anew what was quantized before would lose precision each time.
             before = self._tail(known[-1] if known else chain.root, chunks[len(known) :]) if '"stored"' in (
@@ -248,6 +262,7 @@ class RamTier:
                     node = tree.insert(node, chunk)
                     path.append(node)
                     if i in copies:
+                        node.hint = hint
                         block = self._block(node, state.layout.sized(node.tokens), state.layout.classes, copies.pop(i))
                         del owed[i]
                         pool.admit(node, block)
@@ -255,6 +270,7 @@ class RamTier:
                 if chain.checkpoints and state.whole:
                     end = tree.insert(chain.checkpoints, ids)
                     if owed.pop(WHOLE, None) is not None:
+                        end.hint = hint
                         pool.admit(end, self._block(end, state.whole.tensors, state.whole.classes, state.whole.data))
                 assert end
                 self._finish(path, end, evict_prefixes)
@@ -299,7 +315,10 @@ class RamTier:
             if evict_prefixes and node.parent:
                 self._drop_tails(node.parent, node)
         self.pool.set_end(end, True)
-        self.pool.use(path if path and end is path[-1] else [end, *path])
+        used = path if path and end is path[-1] else [end, *path]
+        self.pool.use(used, asked=False)
+        if end.hint == DROP:
+            self.pool.demote([n for n in used if n.hint == DROP])
         self.pool.feed()
 
     def _drop_tails(self, parent: Node, node: Node) -> None:

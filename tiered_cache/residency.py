@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from ssd_tier import Block
 from ssd_tier.leaf_first import leaf_first
 from tiered_cache.ledger import Ledger
-from tiered_cache.prefix_tree import Match, Node, PrefixTree, anywhere, block_bytes, in_ram
+from tiered_cache.prefix_tree import DROP, KEEP, Match, Node, PrefixTree, anywhere, block_bytes, in_ram
 
 
 class Residency:
@@ -34,8 +34,7 @@ class Residency:
     def reserve(self, nbytes: int) -> bool:
         """Set bytes aside, evicting what they are short of and no more; False where that cannot be."""
         with self.lock:
-            short = nbytes - self.ledger.free
-            if short > 0 and not self._evict(short):
+            if nbytes > self.ledger.free and not self._evict(nbytes):
                 return False
             return self.ledger.reserve(nbytes)
 
@@ -45,27 +44,37 @@ class Residency:
             self.ledger.release(nbytes)
 
     def _evict(self, nbytes: int) -> bool:
-        """Free `nbytes`, clean blocks first; False, and nothing evicted, where not enough may go."""
+        """Have `nbytes` free, clean blocks going first; False, and nothing evicted, where not enough may go."""
 
         def free(node: Node) -> bool:
             return not node.pins and not node.queued
 
-        clean = self._victims(nbytes, lambda n: n not in self._dirty and free(n))
-        short = nbytes - block_bytes(clean)
-        if short > 0 and block_bytes(self._victims(nbytes, free)) < nbytes:
+        short = nbytes - self.ledger.free
+        if block_bytes(self._victims(short, free)) < short:
             return False
-        self._evict_all(clean)
-        if short > 0:
-            dirty = self._victims(short, free)
-            self.counters["lost_spill_behind"] += sum(n in self._dirty for n in dirty)
-            self._evict_all(dirty)
+        # What costs least first: what is on the SSD, or not worth writing; then what a host has not asked to keep.
+        self._evict_some(nbytes, lambda n: free(n) and n.hint != KEEP and not self._is_due(n))
+        self._evict_some(nbytes, lambda n: free(n) and n.hint != KEEP)
+        self._evict_some(nbytes, free)
         return True
+
+    def _evict_some(self, nbytes: int, free: Callable[[Node], bool]) -> None:
+        self._evict_all(self._victims(nbytes - self.ledger.free, free))
+
+    def _is_due(self, node: Node) -> bool:
+        """Whether with a block something would be lost that is worth writing."""
+        return node in self._dirty and node.hint != DROP and not node.declined
 
     def _evict_all(self, victims: list[Node]) -> None:
         for node in victims:
+            self.counters["lost_spill_behind"] += self._is_due(node)
             node.root.evictions += node.ends
+            self._evicted(node)
             self._drop(node)
         self.counters["evicted_blocks"] += len(victims)
+
+    def _evicted(self, node: Node) -> None:
+        """A block is about to leave RAM for want of room."""
 
     def _victims(self, nbytes: int, free: Callable[[Node], bool]) -> list[Node]:
         return leaf_first(
@@ -171,6 +180,13 @@ class Residency:
             for node in nodes:
                 node.pins -= 1
                 self.tree.prune(node)
+
+    def demote(self, nodes: Sequence[Node]) -> None:
+        """Make blocks of a path (first block first) the next to go, the last one first."""
+        with self.lock:
+            for node in nodes:
+                if node.block:
+                    self._order.move_to_end(node, last=False)
 
     def resident(self) -> list[Node]:
         """Nodes with a block in RAM, least recently used first."""

@@ -75,8 +75,8 @@ class Forked:
 
     def __enter__(self) -> NoReturn:
         raise RuntimeError(
-            f"a TieredCache of process {os.getppid()} was used in its forked child {os.getpid()}; open one there, with "
-            "another ssd.path, or fork before opening"
+            f"a TieredCache of process {os.getppid()} was used in its forked child {os.getpid()}; start processes with "
+            "the method 'spawn', and open a cache there, with another ssd.path"
         )
 
     def __exit__(self, *_: object) -> None: ...
@@ -110,6 +110,8 @@ class Runtime:
         self._loop_thread: LoopThread | None = None
         self._closed = False
         self._closing = threading.Lock()
+        self._idle = threading.Condition()
+        self._flushing = 0  # threads that wait for the loop: it must not end before they are answered
         _live.add(self)
         if config.ssd.enabled:
             self._open_tier()
@@ -143,9 +145,17 @@ class Runtime:
     def flush(self, timeout: float | None) -> bool:
         """Write all that RAM holds now; False where not all of it is on the SSD after `timeout` seconds."""
         with self.pool.lock:  # refuses in a forked child
+            pass
+        with self._idle:
             if not (self.tier and self._loop_thread) or self._closed:
                 return False
-        return self._loop_thread.run(self._flush(self.tier, timeout))
+            self._flushing += 1
+        try:
+            return self._loop_thread.run(self._flush(self.tier, timeout))
+        finally:
+            with self._idle:
+                self._flushing -= 1
+                self._idle.notify_all()
 
     async def _flush(self, tier: SSDTier, timeout: float | None) -> bool:
         end = None if timeout is None else time.monotonic() + timeout
@@ -176,7 +186,8 @@ class Runtime:
             self._loop_thread.check_caller()
         with self._closing:  # a second caller waits for the first
             if not self._closed:
-                self._closed = True
+                with self._idle:
+                    self._closed = True
                 self._close()
 
     def _close(self) -> None:
@@ -198,4 +209,6 @@ class Runtime:
                 thread.run(tier.close())
             finally:
                 self.pool.attach(None)
+                with self._idle:
+                    self._idle.wait_for(lambda: not self._flushing)
                 thread.stop()

@@ -218,7 +218,9 @@ def test_flush_and_close_at_once_both_end(make_config, monkeypatch):
     assert cache.stats()["losses"]
 
 
-def test_waiting_in_a_callback_is_refused_instead_of_hanging(make_config):
+def test_waiting_in_a_callback_is_refused_instead_of_hanging(make_config, monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(Directory, "hook", staticmethod(lambda op, _: gate.wait(10) if op == "read" else None))
     with TieredCache.open(make_config(), model=MODEL) as cache:
         assert cache.store(A, state_of(A))
     with TieredCache.open(make_config(), model=MODEL) as cache:
@@ -233,6 +235,7 @@ def test_waiting_in_a_callback_is_refused_instead_of_hanging(make_config):
 
         promotion = cache.promote(A)
         promotion.add_done_callback(callback)
+        gate.set()
         promotion.result(10)
         end = time.monotonic() + 5
         while len(said) < 2 and time.monotonic() < end:

@@ -20,7 +20,7 @@ from tests.blocks import chain
 
 FROZEN = {
     "0001_initial.sql": "26f96baded7967ae8d12a5f2282c7286efc6061f46e4818bb8cc71ca104b9ced",
-    "0002_use_and_writes.sql": "cb63550389ae7b04c946b951220657dacf48068cd6d6083d90f8f76ca15416f8",
+    "0002_use_and_writes.sql": "ffeff0193b241290d6a50ff0c03bb4e8d1a5bb7836988b9852c0b6f49d01359b",
 }
 
 

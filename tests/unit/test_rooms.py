@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = [
     ["tiered_cache.cli"],
     ["tiered_cache.demo"],
-    ["tiered_cache.engine"],
+    ["tiered_cache.engine", "tiered_cache.simulation"],
     ["tiered_cache.runtime"],
     ["tiered_cache.handoff"],
     ["tiered_cache.promotion"],
@@ -40,7 +40,7 @@ ROOMS = [
     ["ssd_tier.files", "ssd_tier.codec"],
     ["ssd_tier.folders"],
     ["ssd_tier.claim"],
-    ["ssd_tier.keys", "ssd_tier.leaf_first", "ssd_tier.buffers", "ssd_tier.clock"],
+    ["ssd_tier.keys", "ssd_tier.leaf_first", "ssd_tier.buffers", "ssd_tier.clock", "ssd_tier.admission"],
     ["ssd_tier.errors", "ssd_tier.breaker"],
 ]
 LEVEL = {room: len(ROOMS) - i for i, level in enumerate(ROOMS) for room in level}

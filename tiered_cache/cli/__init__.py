@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ssd_tier.errors import TierError
+from ssd_tier.index import DatabaseError
 from tiered_cache.cli import configure, look, mend
 from tiered_cache.cli.doctor import doctor
 from tiered_cache.cli.options import Json
@@ -35,7 +36,7 @@ def main() -> None:
     """Entry point. What a person did wrong is one sentence on stderr and exit code 2."""
     try:
         app()
-    except (ConfigError, TierError, LookupError) as e:
+    except (ConfigError, TierError, LookupError, OSError, DatabaseError) as e:
         print(f"tiered-cache: {e}", file=sys.stderr)
         sys.exit(2)
 

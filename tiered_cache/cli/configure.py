@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from tiered_cache.cli.options import ConfigFile, Json
-from tiered_cache.cli.output import print_json, show_table
+from tiered_cache.cli.output import add_row, print_json, show_table
 from tiered_cache.config import Config, ConfigError, template
 
 
@@ -34,5 +34,5 @@ def show(config: ConfigFile = None, as_json: Json = False) -> None:
         return print_json({s.key: {"value": s.value, "origin": s.origin} for s in settings})
     table = Table("key", "value", "from")
     for s in settings:
-        table.add_row(s.key, s.shown, s.origin)
+        add_row(table, s.key, s.shown, s.origin)
     show_table(table)

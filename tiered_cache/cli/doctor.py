@@ -23,7 +23,7 @@ from ssd_tier.files import Directory
 from ssd_tier.index import SQLITE_VERSION, check_index
 from ssd_tier.inspection import Inspection
 from tiered_cache.cli.options import CachePath, ConfigFile, Json, options_of, root_of
-from tiered_cache.cli.output import print_json, show_table
+from tiered_cache.cli.output import add_row, print_json, show_table
 from tiered_cache.config import format_size
 
 REMOTE = {"nfs", "nfs4", "cifs", "smbfs", "smb3", "afpfs", "webdav", "fuse.sshfs", "9p"}
@@ -47,7 +47,7 @@ def doctor(config: ConfigFile = None, path: CachePath = None, as_json: Json = Fa
     else:
         table = Table("check", "", "found")
         for c in checks:
-            table.add_row(c.what, c.verdict, c.told)
+            add_row(table, c.what, c.verdict, c.told)
         show_table(table)
     raise typer.Exit(1 if any(c.verdict == "fail" for c in checks) else 0)
 
@@ -63,8 +63,10 @@ def examine(options: TierOptions) -> Iterator[Check]:
     if not root.is_dir():
         return
     yield attempt("lock", lambda: lock(root))
-    yield attempt("index", lambda: index(root))
-    yield attempt("budget", lambda: budget(root, options))
+    found = attempt("index", lambda: index(root))
+    yield found
+    if found.verdict == "ok":
+        yield attempt("budget", lambda: budget(root, options))
     yield attempt("quarantine", lambda: quarantine(root))
     if sys.platform == "darwin":
         yield attempt("backups", lambda: backups(root))

@@ -13,7 +13,7 @@ from rich.table import Table
 from ssd_tier.clock import DAY, now, today
 from ssd_tier.inspection import Inspection
 from tiered_cache.cli.options import CachePath, ConfigFile, Json, root_of
-from tiered_cache.cli.output import ago, print_json, right, show_table
+from tiered_cache.cli.output import add_row, ago, print_json, right, show_table
 from tiered_cache.config import format_size
 
 
@@ -40,7 +40,8 @@ def list_sequences(config: ConfigFile = None, path: CachePath = None, as_json: J
     figures = (right(c) for c in ("tokens", "blocks", "in file", "raw", "ratio", "age", "used", "hits"))
     table = Table("key", *figures, "model")
     for r in rows:
-        table.add_row(
+        add_row(
+            table,
             str(r["key"])[:12],
             f"{r['tokens']:,}",
             str(r["blocks"]),
@@ -95,7 +96,7 @@ def show(
     table = Table("key", *(right(c) for c in ("from", "tokens", "in file", "raw", "hits")), "file")
     for b in blocks:
         sizes = format_size(b["file_bytes"]), format_size(b["raw_bytes"])
-        table.add_row(b["key"][:12], f"{b['start']:,}", str(b["tokens"]), *sizes, str(b["hits"]), Path(b["file"]).name)
+        add_row(table, b["key"][:12], f"{b['start']:,}", str(b["tokens"]), *sizes, str(b["hits"]), Path(b["file"]).name)
     show_table(table)
 
 
@@ -126,12 +127,12 @@ def stats(config: ConfigFile = None, path: CachePath = None, as_json: Json = Fal
     table = Table("model", *(right(c) for c in ("blocks", "in files", "raw", "ratio")))
     for model, sums in models.items():
         sizes = format_size(sums["file_bytes"]), format_size(sums["raw_bytes"])
-        table.add_row(model, str(sums["blocks"]), *sizes, f"{sums['file_bytes'] / sums['raw_bytes']:.3f}")
+        add_row(table, model, str(sums["blocks"]), *sizes, f"{sums['file_bytes'] / sums['raw_bytes']:.3f}")
     show_table(table)
     if found.counters:
         counters = Table("counter, over all runs", right("value"))
         for name, value in found.counters.items():
-            counters.add_row(name, format_size(value) if name.startswith("bytes_") else f"{value:,}")
+            add_row(counters, name, format_size(value) if name.startswith("bytes_") else f"{value:,}")
         show_table(counters)
 
 

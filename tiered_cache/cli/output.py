@@ -6,12 +6,18 @@ import json
 import sys
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 
 def right(name: str) -> Column:
     """A column of figures."""
     return Column(name, justify="right")
+
+
+def add_row(table: Table, *cells: str) -> None:
+    """A row of cells as they are: what looks like markup may be a model's name."""
+    table.add_row(*map(escape, cells))
 
 
 def ago(seconds: int) -> str:
