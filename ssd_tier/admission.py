@@ -11,7 +11,9 @@ from typing import Literal
 
 Policy = Literal["second-touch", "all"]
 
-SLOTS = 1 << 21  # keys remembered, at four bytes each: four times as many as 250,000 blocks, less what collides
+# Keys remembered for each block on a full SSD, at four bytes each. On public traces, a list of the last four per block
+# writes as much and is hit as often as a table of two per block, in which some keys live longer and some shorter.
+SLOTS_A_BLOCK = 2
 
 
 class Ghosts:
@@ -20,7 +22,7 @@ class Ghosts:
     Wrong once in four billion, and then only for one block that is written without need.
     """
 
-    def __init__(self, slots: int = SLOTS) -> None:
+    def __init__(self, slots: int) -> None:
         """`slots`: a power of two."""
         self._tags = array("I", bytes(4 * slots))
         self._mask = slots - 1
@@ -29,6 +31,12 @@ class Ghosts:
         """Remember a chain key."""
         slot, tag = self._place(key)
         self._tags[slot] = tag
+
+    def discard(self, key: bytes) -> None:
+        """Forget it."""
+        slot, tag = self._place(key)
+        if self._tags[slot] == tag:
+            self._tags[slot] = 0
 
     def __contains__(self, key: bytes) -> bool:
         slot, tag = self._place(key)
@@ -41,15 +49,25 @@ class Ghosts:
 class Admission:
     """Any thread: each operation is one look at a table."""
 
-    def __init__(self, policy: Policy, slots: int = SLOTS) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.full = False  # the budget: something had to go for something new
-        self._ghosts = Ghosts(slots if policy == "second-touch" else 1)
+        self._ghosts = Ghosts(1)
+
+    def fill(self, blocks: int) -> None:
+        """The budget is full, with so many blocks."""
+        if not self.full:
+            self.full = True
+            self._ghosts = Ghosts(1 << (SLOTS_A_BLOCK * blocks).bit_length() >> 1 or 1)
 
     def admits(self, key: bytes) -> bool:
         """Whether a block that has not been asked for since it was computed may be written. Changes nothing."""
         return self.policy == "all" or not self.full or key in self._ghosts
 
     def saw(self, key: bytes) -> None:
-        """A block has left without being written, or has left the SSD."""
+        """A block has left RAM without being written."""
         self._ghosts.add(key)
+
+    def wrote(self, key: bytes) -> None:
+        """A block is on the SSD; should it have to leave, it must show its worth anew."""
+        self._ghosts.discard(key)

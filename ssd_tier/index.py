@@ -26,6 +26,7 @@ from ssd_tier.migrations import check_version, migrate, scripts
 
 DatabaseError = sqlite3.DatabaseError
 SQLITE_VERSION = sqlite3.sqlite_version
+SPARE_PAGES = 128  # that may stay free in the file
 KEEP_DAYS = 30  # of `written`
 
 _COLUMNS = "key, namespace, parent, generation, start, ids, file_bytes, raw_bytes, seq, hits, created, used, keep"
@@ -117,11 +118,16 @@ class Index:
                         await c.execute("ROLLBACK")
                 raise
 
-    async def compact(self) -> None:
-        """Give back the space of rows that have gone. Raises sqlite3.Error."""
+    async def compact(self, *, everything: bool = False) -> None:
+        """Give back the space of rows that have gone, some of it or `everything`. Raises sqlite3.Error."""
         async with self._lock:
-            for pragma in ("incremental_vacuum", "wal_checkpoint(TRUNCATE)"):
-                await self._connection.execute_fetchall(f"PRAGMA {pragma}")
+            free = next(iter(await self._connection.execute_fetchall("PRAGMA freelist_count")))[0]
+            if everything or free > SPARE_PAGES:
+                pages = "" if everything else f"({free - SPARE_PAGES})"
+                # A step a page, and no row to fetch: only a script is carried to its end.
+                await self._connection.executescript(f"PRAGMA incremental_vacuum{pages}")
+                mode = "TRUNCATE" if everything else "PASSIVE"
+                await self._connection.execute_fetchall(f"PRAGMA wal_checkpoint({mode})")
 
     async def close(self) -> None:
         """Close the connection and end its thread."""

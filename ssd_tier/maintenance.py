@@ -53,6 +53,8 @@ class Nobody:
 
     def on_back(self) -> None: ...
 
+    def on_closed(self) -> None: ...
+
 
 def verify(root: Path, on_read: Callable[[int], object] = lambda nbytes: None) -> list[Finding]:
     """Read every blob and compare it with its digest and its row; `on_read` is told the bytes as they are read.

@@ -17,26 +17,31 @@ from ssd_tier.rebuild import contents_of
 log = logging.getLogger("ssd_tier")
 
 
+MAX_FILE = 1 << 38  # bytes; a larger one can only be a file of holes, and would push out all others
+
+
 class Recovered(NamedTuple):
     """`contents.entries` can be served; `adopted` are rows to add, `dropped` rows to delete, `removed` files that were
-    to be removed and now are; `unread` files are left for the next open. The rest counts files."""
+    to be removed and now are, `doomed` such as still cannot be; `unread` files are left for the next open. The rest
+    counts files."""
 
     contents: Contents
     adopted: Contents
     dropped: list[Entry]
     removed: list[tuple[bytes, int]]
+    doomed: list[BlobFile]
     unread: list[BlobFile]
     temporary: int
     orphans: int
     rebuilt: bool
 
 
-def recover(directory: Directory, limit: int) -> Recovered:
+def recover(directory: Directory) -> Recovered:
     """Read the index, or make it anew from the blobs where it is missing or damaged; then make both agree.
 
     A file that no row names was written just before a kill, or its row was lost with a part of the index: it is whole,
     since only whole files have a blob's name, and is taken in as the least recently used. A row without a file of its
-    size is dropped, and so is a file of more than `limit` bytes.
+    size is dropped, and so is a file of an impossible one.
 
     Blocks; before the loop runs. Sizes come from the file system. Raises `IndexUnusable` and OSError; then nothing has
     been removed.
@@ -47,19 +52,22 @@ def recover(directory: Directory, limit: int) -> Recovered:
     removed = [(key, generation) for key, generation in contents.gone if _removed(directory, key, generation)]
     contents.gone -= set(removed)
     rows = {(e.key, e.generation): e for e in contents.entries}
+    doomed: list[BlobFile] = []
     sound: set[bytes] = set()
     strays: list[BlobFile] = []
     for file in list(directory.blobs()):
         entry = rows.get((file.key, file.generation))
-        if (file.key, file.generation) in contents.gone or file in unread:
+        if (file.key, file.generation) in contents.gone:
+            doomed.append(file)
+        elif file in unread:
             continue
-        if entry is None:
+        elif entry is None:
             strays.append(file)
-        elif file.nbytes == entry.file_bytes <= min(limit, entry.raw_bytes + len(entry.ids) + MAX_HEADER):
+        elif file.nbytes == entry.file_bytes <= min(MAX_FILE, entry.raw_bytes + len(entry.ids) + MAX_HEADER):
             sound.add(file.key)
         else:  # it holds something else
             _set_aside(directory, entry)
-    adopted = contents_of(directory, [f for f in strays if f.key not in sound and f.nbytes <= limit], unread)
+    adopted = contents_of(directory, [f for f in strays if f.key not in sound and f.nbytes <= MAX_FILE], unread)
     left = {(e.key, e.generation) for e in adopted.entries} | {(f.key, f.generation) for f in unread}
     others = [(f.key, f.generation) for f in strays if (f.key, f.generation) not in left]
     orphans = sum(_removed(directory, *file) for file in others)
@@ -71,7 +79,7 @@ def recover(directory: Directory, limit: int) -> Recovered:
     contents.layers = adopted.layers | contents.layers
     for entry in contents.entries:  # a clock that was ahead must not keep them for ever
         entry.used = min(entry.used, now())
-    return Recovered(contents, adopted, dropped, removed, unread, temporary, orphans, rebuilt)
+    return Recovered(contents, adopted, dropped, removed, doomed, unread, temporary, orphans, rebuilt)
 
 
 def _read_index(directory: Directory, unread: list[BlobFile]) -> tuple[Contents, bool]:

@@ -26,6 +26,9 @@ class Listener(Protocol):
     def on_back(self) -> None:
         """The disk takes blocks again, after a time when it took none."""
 
+    def on_closed(self) -> None:
+        """Nothing is taken, read or removed any more."""
+
 
 class SpillQueue:
     """Blocks that wait for the writer, oldest first, bounded in bytes. Any thread may `put`; the writer takes."""

@@ -10,6 +10,7 @@ without its file, which it drops. A file that no row names is thus never one tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 from collections import Counter
@@ -23,7 +24,7 @@ from ssd_tier.budget import Budget
 from ssd_tier.catalog import Catalog, Entry
 from ssd_tier.clock import now, today
 from ssd_tier.errors import IndexDamaged, index_damaged
-from ssd_tier.files import Directory, Durability
+from ssd_tier.files import BlobFile, Directory, Durability
 from ssd_tier.index import Contents, Index, check_index, prepare
 from ssd_tier.spill import Listener
 
@@ -42,6 +43,7 @@ class Store:
         directory: Directory,
         index: Index,
         contents: Contents,
+        doomed: Sequence[BlobFile],
         unread: int,
         budget: Budget,
         listener: Listener,
@@ -50,7 +52,8 @@ class Store:
         workers: Executor,
         durability: Durability,
     ) -> None:
-        """`unread`: bytes of files that could not be read at open, and are in the budget all the same."""
+        """`doomed`: files that an earlier run could not remove. `unread`: bytes of files that could not be read at
+        open; they are in the budget all the same."""
         self.directory = directory
         self._unread = unread
         self.catalog = Catalog(contents.entries)
@@ -64,14 +67,15 @@ class Store:
         self._removing = 0  # bytes of files that are being removed
         self._room = asyncio.Lock()  # one at a time decides what goes
         self._unsaved_rows: list[bytes] = []  # of removed blocks, that could not be deleted yet
-        self._gone = set(contents.gone)  # files that are still to be removed, as the index has it
+        self._gone = {(f.key, f.generation) for f in doomed}  # of these, what the index knows
         self._unsaved_written = 0  # bytes written that the index does not know of
         self._models = dict(contents.models)
         self._layers = dict(contents.layers)
         self._written = {today(): contents.written.get(today(), 0)}  # bytes of blobs by day
         self._saved: Counter[str] = Counter()  # what the index has of the counters
-        self._undeleted: list[Entry] = []  # files that could not be removed: tried again, and in the budget until then
+        self._undeleted = list(doomed)  # files that could not be removed: tried again, and in the budget until then
         self._deleting = asyncio.Lock()
+        self._committing = asyncio.Lock()
         self._index_is_damaged = False
 
     def run(self, function: Callable[..., T], *args: object) -> asyncio.Future[T]:
@@ -112,6 +116,8 @@ class Store:
             raise
         self._models |= models
         self._layers |= layers
+        for entry in entries:
+            self.admission.wrote(entry.key)
         self.counters["blocks_written"] += len(entries)
         self.counters["bytes_written"] += sum(e.file_bytes for e in entries)
 
@@ -124,12 +130,11 @@ class Store:
             excess = await self._excess(coming)
             if excess <= 0:
                 return True
-            self.admission.full |= coming > 0
+            if coming:
+                self.admission.fill(len(self.catalog))
             victims = self.catalog.victims(excess, spare, before)
             if coming and sum(v.file_bytes for v in victims) < excess:
                 return False
-            for victim in victims:
-                self.admission.saw(victim.key)
             await self.remove([v.key for v in victims])
             self.counters["blocks_evicted"] += len(victims)
             return sum(v.file_bytes for v in victims) >= excess
@@ -137,12 +142,13 @@ class Store:
     async def look_for_room(self) -> None:
         """Give up what the budget and the floor ask for; note whether the disk is full, or no longer so."""
         await self.make_room(0, set())
-        for share, full in ((FULL, True), (NOT_FULL, False)):
-            if (await self._excess(int(share * self.budget.limit)) > 0) == full:
-                self.admission.full = full
+        if await self._excess(int(FULL * self.budget.limit)) > 0:
+            self.admission.fill(len(self.catalog))
+        elif await self._excess(int(NOT_FULL * self.budget.limit)) <= 0:
+            self.admission.full = False
 
     async def _excess(self, coming: int) -> int:
-        held = self.catalog.file_bytes + self._removing + self._unread + sum(e.file_bytes for e in self._undeleted)
+        held = self.catalog.file_bytes + self._removing + self._unread + sum(f.nbytes for f in self._undeleted)
         return await self.run(self.budget.excess, self.directory, held, coming)
 
     async def expire(self) -> None:
@@ -168,7 +174,7 @@ class Store:
                 for entry in entries:
                     try:
                         await self.run(self.directory.quarantine, entry.key, entry.generation)
-                    except OSError as e:
+                    except (OSError, RuntimeError) as e:
                         log.info("ssd: blob %s could not be set aside (%s)", entry.key.hex()[:12], e)
             await self.remove_files(entries)
         finally:
@@ -180,21 +186,33 @@ class Store:
             self._unsaved_rows += [e.key for e in entries]
             log.info("ssd: %d rows could not be removed (%s)", len(entries), e)
 
+    def remove_now(self, keys: Sequence[bytes]) -> None:
+        """Remove files, once the index is closed. Blocks."""
+        for entry in [e for k in keys if (e := self.catalog.remove(k))]:
+            with contextlib.suppress(OSError):
+                self.directory.remove(entry.key, entry.generation)
+
     async def remove_files(self, entries: Sequence[Entry]) -> None:
         """Remove files that no row names, with those that could not be removed before."""
 
-        def unlink() -> list[Entry]:
+        files = [BlobFile(e.key, e.generation, e.file_bytes, 0) for e in entries]
+
+        def unlink() -> list[BlobFile]:
             failed = []
-            for e in [*self._undeleted, *entries]:
+            for file in [*self._undeleted, *files]:
                 try:
-                    self.directory.remove(e.key, e.generation)
+                    self.directory.remove(file.key, file.generation)
                 except OSError:
-                    failed.append(e)
+                    failed.append(file)
             return failed
 
         if entries or self._undeleted:
             async with self._deleting:
-                self._undeleted = await self.run(unlink)
+                try:
+                    self._undeleted = await self.run(unlink)
+                except RuntimeError as e:  # no thread to be had
+                    self._undeleted += files
+                    log.info("ssd: %d files could not be removed (%s)", len(files), e)
 
     @property
     def undeleted(self) -> int:
@@ -213,29 +231,31 @@ class Store:
         models: dict[bytes, str] | None = None,
         layers: dict[bytes, tuple[str, str]] | None = None,
     ) -> None:
-        new = {e.key for e in added}
-        counters = Counter(self.counters)
-        touched = [e for e in self.catalog.take_changed() if e.key not in new]
-        gone = {(e.key, e.generation) for e in self._undeleted}
-        written = self._unsaved_written
-        try:
-            await self._index.apply(
-                added=added,
-                removed=[*removed, *(k for k in self._unsaved_rows if k not in self.catalog)],
-                touched=touched,
-                models=models,
-                layers=layers,
-                counters=counters - self._saved,
-                written=written,
-                gone=gone - self._gone,
-                removed_files=self._gone - gone,
-            )
-        except BaseException as e:
-            self.catalog.put_changed(touched)
-            self._index_is_damaged |= index_damaged(e)
-            raise
-        self._saved, self._gone, self._unsaved_rows = counters, gone, []
-        self._unsaved_written -= written
+        async with self._committing:  # the counters go to the index once
+            new = {e.key for e in added}
+            counters, gone = Counter(self.counters), {(f.key, f.generation) for f in self._undeleted}
+            touched = [e for e in self.catalog.take_changed() if e.key not in new]
+            written, self._unsaved_written = self._unsaved_written, 0
+            rows, self._unsaved_rows = self._unsaved_rows, []
+            try:
+                await self._index.apply(
+                    added=added,
+                    removed=[*removed, *(k for k in rows if k not in self.catalog)],
+                    touched=touched,
+                    models=models,
+                    layers=layers,
+                    counters=counters - self._saved,
+                    written=written,
+                    gone=gone - self._gone,
+                    removed_files=self._gone - gone,
+                )
+            except BaseException as e:
+                self.catalog.put_changed(touched)
+                self._unsaved_written += written
+                self._unsaved_rows += rows
+                self._index_is_damaged |= index_damaged(e)
+                raise
+            self._saved, self._gone = counters, gone
 
     async def mend_index(self) -> None:
         """Where a commit found the index damaged: a new one, from the catalog. Raises OSError, `TierError`."""
@@ -267,6 +287,10 @@ class Store:
     async def compact(self) -> None:
         """Empty the quarantine and give back the index's unused space. Raises OSError, sqlite3.Error."""
         await self.run(self.directory.empty_quarantine)
+        await self._index.compact(everything=True)
+
+    async def shrink_index(self) -> None:
+        """Give back some of the space of rows that have gone. Raises sqlite3.Error."""
         await self._index.compact()
 
     async def close(self) -> None:

@@ -64,7 +64,7 @@ class SSDTier:
         self.reading = Breaker("reading", FAULTS)
         self._directory = Directory.own(options.path, options.budget // QUARANTINE_SHARE)
         try:
-            self._recovered = recover(self._directory, options.budget)
+            self._recovered = recover(self._directory)
         except OSError as e:
             self._directory.close()
             raise IndexUnusable(f"{options.path} cannot be read ({e.strerror}); check the disk") from e
@@ -107,6 +107,7 @@ class SSDTier:
                 self._directory,
                 index,
                 self._recovered.contents,
+                self._recovered.doomed,
                 sum(f.nbytes for f in self._recovered.unread),
                 Budget(options.budget, options.min_free, options.retention, options.daily),
                 listener,
@@ -268,11 +269,16 @@ class SSDTier:
                 self._listener.on_lost(left, "closed")
             await self.save()
             await self.writer.discard_due()  # what was to be removed meanwhile
-            await self._store.close()
         finally:
-            self._readers.shutdown()
-            self._writers.shutdown()
-            self._directory.close()
+            try:
+                await self._store.close()
+            finally:
+                self._listener.on_closed()
+                for keys in self.writer.discards:  # even now; their rows are dropped at the next open
+                    self._store.remove_now(keys)
+                self._readers.shutdown()
+                self._writers.shutdown()
+                self._directory.close()
 
     def stats(self) -> dict[str, Any]:
         """Sizes in bytes and counts; why the disk is left alone, if it is. Any thread."""
@@ -316,5 +322,6 @@ class SSDTier:
                 await self._store.expire()
                 await self._store.look_for_room()  # somebody else may have filled the disk
                 await self.save()
+                await self._store.shrink_index()
             except Exception as e:  # the disk fails: what is read and written there says so
                 log.info("ssd: not tidied up (%s)", e)

@@ -102,6 +102,8 @@ class Recorder:
     def on_back(self) -> None:
         self.came_back += 1
 
+    def on_closed(self) -> None: ...
+
 
 class Watch(Recorder):
     """Looks at the disk and the index from outside, whenever something has changed."""

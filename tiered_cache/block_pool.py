@@ -132,6 +132,10 @@ class BlockPool(Residency):
                 node.failed = False
             self._feed()
 
+    def on_closed(self) -> None:
+        """`Listener`: from now on RAM is alone."""
+        self.attach(None)
+
     # -- what has to be written
 
     def begin_flush(self) -> set[bytes]:

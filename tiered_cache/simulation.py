@@ -25,11 +25,18 @@ from tiered_cache.prefix_tree import Node, anywhere, in_ram
 NAMESPACE = sha256(b"simulation").digest()
 
 
+BLOCK_TOKENS = 512  # that an id of a trace stands for; the last one of a prompt for what is left
+
+
 class Request(NamedTuple):
     """One look-up and what is stored after it. `blocks`: ids of the prompt's blocks, first one first."""
 
     tokens: int
     blocks: Sequence[int]
+
+    def covered(self, blocks: int) -> int:
+        """Tokens in so many leading blocks."""
+        return min(self.tokens, blocks * BLOCK_TOKENS)
 
 
 class TraceError(ValueError):
@@ -106,28 +113,28 @@ class Disk:
         """Write what waits, making room as the budget asks for it."""
         while self._waiting:
             blocks, self._waiting = list(self._waiting.values()), {}
-            for block in blocks:
-                self._write(block)
+            stored = [entry for block in blocks if (entry := self._write(block))]
+            self.written += len(stored)
+            self._pool.on_lost([b for b in blocks if b.key not in self.catalog], "no_room")
+            self._pool.on_stored([e for e in stored if e.key in self.catalog])
 
-    def _write(self, block: Block) -> None:
-        catalog = self.catalog
-        short = catalog.file_bytes + block.nbytes - self._budget
+    def _write(self, block: Block) -> Entry | None:
+        catalog, size = self.catalog, block.nbytes
+        short = catalog.file_bytes + size - self._budget
         victims = []
         if short > 0:
-            self.admission.full = True
+            self.admission.fill(len(catalog))
             victims = catalog.victims(short, set(catalog.chain(block.parent)))
         orphan = block.parent != block.namespace and block.parent not in catalog
         if orphan or sum(v.file_bytes for v in victims) < short:
-            return self._pool.on_lost([block], "no_room")
+            return None
         for victim in victims:
             catalog.remove(victim.key)
-            self.admission.saw(victim.key)
         self._pool.on_removed(victims)
-        size = block.nbytes
         entry = Entry(block.key, block.namespace, block.parent, 0, block.start, block.tokens, size, size)
         catalog.add(entry)
-        self.written += 1
-        self._pool.on_stored([entry])
+        self.admission.wrote(entry.key)
+        return entry
 
 
 class Simulation:
@@ -164,14 +171,13 @@ class Simulation:
             pool.use(path[:reach], hit=True)
             pool.unpin(path)
             stored = self._store(ids)
-        per_block = request.tokens / len(request.blocks) if request.blocks else 0
         known = next((i for i, key in enumerate(stored) if key not in self._ever), len(stored))
         self._ever.update(stored)
         out.requests += 1
         out.tokens += request.tokens
-        out.ram_tokens += round(min(here, reach) * per_block)
-        out.ssd_tokens += round(max(0, reach - here) * per_block)
-        out.ceiling_tokens += round(known * per_block)
+        out.ram_tokens += request.covered(min(here, reach))
+        out.ssd_tokens += request.covered(reach) - request.covered(min(here, reach))
+        out.ceiling_tokens += request.covered(known)
         self._disk.write()
 
     def _promote(self, path: list[Node]) -> int:

@@ -64,8 +64,8 @@ def make_version_1(base: Path) -> None:
         connection.executescript(scripts()[0])
         for statement, rows in statements(added=found.entries, models=found.models, layers=found.layers):
             if "INTO block " in statement:
-                statement = statement.replace(", used)", ")").replace("?, ?)", "?)")
-                rows = [row[:-1] for row in rows]
+                statement = statement.replace(", used, keep)", ")").replace("?, ?, ?)", "?)")
+                rows = [row[:-2] for row in rows]
             connection.executemany(statement, rows)
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute("PRAGMA user_version = 1")

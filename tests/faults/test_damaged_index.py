@@ -26,7 +26,6 @@ from tests.blocks import Recorder, blob, block, chain, content, keys, listing, o
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 FLIPS = 10_000
-BUDGET = 64 << 20
 FULL = 300  # of these through a whole tier: open, read all, close
 PARTS = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 
@@ -110,7 +109,7 @@ def open_and_check(t: Template) -> str:
     originals = {b.key: b for b in t.blocks}
     directory = Directory(t.root, quarantine_bytes=1 << 20)
     try:
-        found = recover(directory, BUDGET)
+        found = recover(directory)
     except IndexUnusable:
         assert kept(t) == 40, "an index that cannot be used must cost no blob"
         return "unusable"
@@ -180,7 +179,7 @@ def test_an_index_and_a_journal_cut_at_every_page(template):
 @pytest.mark.parametrize("gone", [PARTS[:1], PARTS[:2], PARTS, PARTS[::2], PARTS[1:2], PARTS[2:], PARTS[1:]])
 def test_an_index_that_is_lost_in_part_or_whole_is_made_anew_from_the_blobs(template, gone):
     restore(template, {k: v for k, v in template.index.items() if k not in gone})
-    found = recover(Directory(template.root, quarantine_bytes=1 << 20), BUDGET)
+    found = recover(Directory(template.root, quarantine_bytes=1 << 20))
     assert kept(template) == 40
     assert set(keys(*found.contents.entries)) == set(keys(*template.blocks))
 

@@ -93,9 +93,15 @@ def age(root: Path, how: str) -> None:
         return
     old = sqlite3.connect(path)
     with closing(old):
-        rows = {t: (columns, old.execute(f"SELECT {columns} FROM {t}").fetchall()) for t, columns in {
-            "block": "key, namespace, parent, generation, start, tokens, file_bytes, raw_bytes, seq, hits, created",
-            "block_tokens": "key, ids", "namespace": "digest, model", "layers": "namespace, origin, classes"}.items()}
+        rows = {
+            t: (columns, old.execute(f"SELECT {columns} FROM {t}").fetchall())
+            for t, columns in {
+                "block": "key, namespace, parent, generation, start, tokens, file_bytes, raw_bytes, seq, hits, created",
+                "block_tokens": "key, ids",
+                "namespace": "digest, model",
+                "layers": "namespace, origin, classes",
+            }.items()
+        }
         (program,) = old.execute("PRAGMA application_id").fetchone()
     path.unlink()
     if how == "older":
@@ -209,6 +215,11 @@ def test_gc_to_a_size_does_not_mind_how_full_the_disk_is(root, monkeypatch, here
     for more in (["-n"], []):
         assert re.search(r"remove[d]? 0 blocks", here("gc", "--to", "100MB", "-p", root, *more).stdout)
     assert len(listing(root, "blobs")) == 10
+
+
+def test_gc_to_nothing_removes_all_and_says_so(root):
+    assert "removed 10 blocks" in run("gc", "--to", "0", "-p", root).stdout
+    assert [listing(root, name) for name in ("blobs", "quarantine", "tmp")] == [[], [], []]
 
 
 # -- an index that is damaged, missing or older

@@ -1,4 +1,4 @@
-"""Breaches that an evaluation found in opening, flushing, closing and counting, as those who embed the cache would notice."""
+"""Breaches that an evaluation found in opening, flushing, closing and counting, as hosts would notice them."""
 
 from __future__ import annotations
 

@@ -134,20 +134,22 @@ async def test_the_budget_holds_however_many_token_ids_the_rows_have(tmp_path, m
                 await spill(tier, *(block(seed, nbytes=320_000, tokens=40_000) for seed in seeds))
         assert len(tier.catalog) >= 5
         index = tmp_path / "index.sqlite"
-        assert index.stat().st_size > MB
+        assert index.stat().st_size > 3 * MB
         await tier.remove(keys(*tier.catalog))
-        await until(lambda: index.stat().st_size < MB, "the index shrinks with its rows")
+        await until(lambda: index.stat().st_size < 1.25 * MB, "the index shrinks with its rows")
 
 
 async def test_the_budget_holds_while_removals_are_slow(tmp_path, hooked, monkeypatch):
     monkeypatch.setattr(ssd_tier.tier, "SAVE_EVERY", 0.1)
+    old, new = ([block(seed, nbytes=MB // 2) for seed in range(start, start + 10)] for start in (0, 100))
     async with running(tmp_path, budget=8 * MB, level=None, retention=1, admission="all") as tier:
-        await spill(tier, *(block(seed, nbytes=MB // 2) for seed in range(10)))
+        await spill(tier, *old)
         assert len(tier.catalog) == 10
-        hooked(lambda operation, name: time.sleep(0.1) if operation == "unlink" else None)
+        hooked(lambda operation, name: time.sleep(0.2) if operation == "unlink" else None)
         with watched(tmp_path, 8 * MB):
             await until(lambda: not len(tier.catalog), "they are too old")
-            await spill(tier, *(block(seed, nbytes=MB // 2) for seed in range(100, 110)))
+            assert len(listing(tmp_path, "blobs")) > 5, "the files take longer"
+            await spill(tier, *new)
         hooked()
 
 
@@ -182,7 +184,7 @@ async def test_verify_beside_an_owner_that_removes_reports_nothing(tmp_path, hoo
     async with running(tmp_path) as tier:
         blocks = [block(seed) for seed in range(60)]
         await spill(tier, *blocks)
-        hooked(lambda operation, name: time.sleep(0.08) if operation == "unlink" else None)
+        hooked(lambda operation, name: time.sleep(0.03) if operation == "unlink" else None)
         removal = asyncio.create_task(tier.remove(keys(*blocks)))
         looks = 0
         while not removal.done():
@@ -213,8 +215,10 @@ async def test_files_that_vanish_while_they_are_listed_are_passed_over(tmp_path,
 # -- what was removed stays removed
 
 
+@pytest.mark.parametrize("in_ram", [False, True])
 @pytest.mark.parametrize("slow", ["save", "close"])
-def test_a_removal_while_the_cache_closes_is_kept(make_config, monkeypatch, slow):
+def test_a_removal_while_the_cache_closes_is_kept(make_config, monkeypatch, slow, in_ram):
+    """Or refused, once the index is about to be closed."""
     gone = SEQUENCES[0]
     stored(make_config(), gone)
     real, begun = getattr(Store, slow), threading.Event()
@@ -225,14 +229,16 @@ def test_a_removal_while_the_cache_closes_is_kept(make_config, monkeypatch, slow
         await real(self)
 
     cache = TieredCache.open(make_config(), model=MODEL)
+    assert not in_ram or cache.store(gone, state_of(gone))
     with monkeypatch.context() as patched:
         patched.setattr(Store, slow, slowly)
         closer = threading.Thread(target=cache.close)
         closer.start()
         assert begun.wait(10)
-        assert cache.ram.remove(gone, include_ssd=True)
+        removed = cache.ram.remove(gone, include_ssd=True)
         closer.join()
-    assert served(make_config, gone) == 0
+    assert removed or slow == "close"
+    assert served(make_config, gone) == (0 if removed else len(gone) - 1)
 
 
 def test_removing_a_sequence_removes_the_tail_that_it_replaced(make_config, tmp_path):

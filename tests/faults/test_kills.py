@@ -109,7 +109,7 @@ def test_killed_at_a_thousand_random_instants(tmp_path):
 def use_cache(config: dict[str, Any], oracle: Oracle, say: Say, seed: int, evicts: bool) -> NoReturn:
     """Look at what the last one left, then store, promote and remove sequences without end."""
     from tests.models import same_state
-    from tests.slow.victim import SHARED, sequence
+    from tests.faults.victim import SHARED, sequence
     from tests.states import ShapeOnlyModel, state_of
     from tiered_cache import TieredCache
 
@@ -158,7 +158,7 @@ def use_cache(config: dict[str, Any], oracle: Oracle, say: Say, seed: int, evict
 
 def kill_the_cache(folder: str, share: int, kills: int) -> dict[str, int]:
     """In a helper: kill and open; one has room for everything, the other evicts."""
-    import tests.slow.victim  # noqa: F401  imported once, before any fork
+    import tests.faults.victim  # noqa: F401  imported once, before any fork
 
     ssd = {"path": f"{folder}/cache", "budget": ("2GB", "4MB")[share], "min_free": "1MB", "write": "through"}
     config = {"ram": {"max_memory": "2MB"}, "ssd": ssd}

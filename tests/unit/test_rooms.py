@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = [
     ["tiered_cache.cli"],
     ["tiered_cache.demo"],
+    ["tiered_cache.traffic"],
     ["tiered_cache.engine", "tiered_cache.simulation"],
     ["tiered_cache.runtime"],
     ["tiered_cache.handoff"],
@@ -106,7 +107,7 @@ def test_sqlite_has_one_home():
 # `index` makes its own empty file, `config` and `cli` deal in TOML, `snapshot` in a folder of the host's.
 HAVE_FILES = [
     "ssd_tier.files", "ssd_tier.folders", "ssd_tier.claim", "ssd_tier.index", "tiered_cache.config",
-    "tiered_cache.cli.configure", "tiered_cache.snapshot",
+    "tiered_cache.cli.configure", "tiered_cache.simulation", "tiered_cache.snapshot",
 ]  # fmt: skip
 
 

@@ -13,7 +13,9 @@ from ssd_tier.index import DatabaseError
 from tiered_cache.cli import configure, look, mend
 from tiered_cache.cli.doctor import doctor
 from tiered_cache.cli.options import Json
+from tiered_cache.cli.simulate import simulate
 from tiered_cache.config import ConfigError
+from tiered_cache.simulation import TraceError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 config_app = typer.Typer(no_args_is_help=True, help="Write a commented configuration file, or show what is in force.")
@@ -27,6 +29,7 @@ app.command()(mend.gc)
 app.command()(mend.rm)
 app.command()(mend.clear)
 app.command()(doctor)
+app.command()(simulate)
 app.add_typer(config_app, name="config")
 config_app.command()(configure.init)
 config_app.command()(configure.show)
@@ -36,7 +39,7 @@ def main() -> None:
     """Entry point. What a person did wrong is one sentence on stderr and exit code 2."""
     try:
         app()
-    except (ConfigError, TierError, LookupError, OSError, DatabaseError) as e:
+    except (ConfigError, TierError, TraceError, LookupError, OSError, DatabaseError) as e:
         print(f"tiered-cache: {e}", file=sys.stderr)
         sys.exit(2)
 
