@@ -108,8 +108,8 @@ def test_killed_at_a_thousand_random_instants(tmp_path):
 
 def use_cache(config: dict[str, Any], oracle: Oracle, say: Say, seed: int, evicts: bool) -> NoReturn:
     """Look at what the last one left, then store, promote and remove sequences without end."""
-    from tests.models import same_state
     from tests.faults.victim import SHARED, sequence
+    from tests.models import same_state
     from tests.states import ShapeOnlyModel, state_of
     from tiered_cache import TieredCache
 
