@@ -158,7 +158,8 @@ class SsdSection(_Frozen):
 
 
 class PromotionSection(_Frozen):
-    policy: Literal["always", "never"] = _key("always", "Bring back to RAM what only the SSD holds.")
+    policy: Literal["cost", "always", "never"] = _key(
+        "cost", "Bring back what only the SSD holds: where that is quicker than computing, or always.")
     deadline: Annotated[float, DURATION] = _key(
         30.0, "A promotion that takes longer ends with what has arrived. 0: no deadline.")
 

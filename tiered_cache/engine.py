@@ -106,6 +106,14 @@ class TieredCache:
         """
         return self.ram.store(tokens, state, tenant=tenant, hint=hint)
 
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """Tell how long the model took to compute so many tokens of a prompt. Any thread.
+
+        What the SSD holds is then brought back only where that is quicker, and a promotion ends, with what has arrived,
+        when computing would have been done. Until the first call everything is brought back.
+        """
+        self.ram.prefill.add(tokens, seconds)
+
     def handoff(self, on_ready: Callable[[], object] | None = None) -> Handoff:
         """A queue of requests for a scheduler with a step loop; `on_ready` wakes it. Any thread."""
         return Handoff(self.ram, self._runtime.promoter, on_ready)
@@ -137,7 +145,10 @@ class TieredCache:
                 "peak": ledger.peak,
             },
             "ssd": {"on": tier is not None, "off_because": runtime.ssd_off, **(tier.stats() if tier else {})},
-            "promotion": runtime.promoter.stats() if runtime.promoter else {},
+            "promotion": {
+                "prefill_rate": round(self.ram.prefill.value or 0),
+                **(runtime.promoter.stats() if runtime.promoter else {}),
+            },
             "losses": losses(
                 runtime.pool.counters,
                 tier.counters if tier else {},

@@ -7,6 +7,29 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 MB = 2**20
+FADING = 0.8  # weight of what was observed before
+
+
+class Rate:
+    """How much a second, lately: an average in which each observation counts less the older it is. Any thread."""
+
+    def __init__(self) -> None:
+        self._amount = 0.0
+        self._seconds = 0.0
+
+    @property
+    def value(self) -> float | None:
+        """The rate; None until something has been observed."""
+        return self._amount / self._seconds if self._seconds > 0 else None
+
+    def seconds(self, amount: float) -> float | None:
+        """How long so much takes; None where that is not known."""
+        return amount * self._seconds / self._amount if self._seconds > 0 else None
+
+    def add(self, amount: float, seconds: float) -> None:
+        """An observation. What took no time, or was nothing, says nothing."""
+        if amount > 0 and seconds > 0:
+            self._amount, self._seconds = FADING * self._amount + amount, FADING * self._seconds + seconds
 
 
 @dataclass

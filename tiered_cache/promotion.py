@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -20,10 +21,15 @@ from weakref import WeakSet, ref
 from ssd_tier import Block, SSDTier
 from tiered_cache import layer_tree, layers
 from tiered_cache.block_pool import BlockPool
+from tiered_cache.metrics import Rate
 from tiered_cache.prefix_tree import Node, anywhere, in_ram
 from tiered_cache.ram_tier import RamTier
 
 log = logging.getLogger("tiered_cache")
+
+READ_RATE = 500e6  # bytes of state a second, until it has been measured
+MEASURE_EVERY = 256 << 20  # bytes, where reads never come to an end
+SETUP = 0.002  # seconds that a promotion costs whatever its size
 
 
 class Promotion:
@@ -122,8 +128,15 @@ class Read:
 class Promoter:
     """Starts promotions and settles their reads. One for all models of a process."""
 
-    def __init__(self, pool: BlockPool, tier: SSDTier, loop: asyncio.AbstractEventLoop, deadline: float) -> None:
-        """`deadline`: seconds after which a promotion is done with what has arrived; 0 means none."""
+    def __init__(
+        self, pool: BlockPool, tier: SSDTier, loop: asyncio.AbstractEventLoop, deadline: float, *, by_cost: bool = False
+    ) -> None:
+        """`deadline`: seconds after which a promotion is done with what has arrived; 0 means none. `by_cost`: promote
+        only what computing would not bring sooner."""
+        self._by_cost = by_cost
+        self._rate = Rate()  # bytes of state a second
+        self._busy_since = 0.0
+        self._busy_bytes = 0
         self.counters: Counter[str] = Counter()
         self._pool = pool
         self._tier = tier
@@ -149,8 +162,12 @@ class Promoter:
             here, both = ram.plan(request, in_ram), ram.plan(request, anywhere)
             if both.tokens <= here.tokens or both.tokens < ram.min_prefix_tokens:
                 return None
-            promotion = Promotion(ram, tokens, leave, tenant, both.nodes, self._loop)  # pins what it stands on
             missing = [n for n in both.nodes if not n.block]
+            computing = ram.prefill.seconds(both.tokens - here.tokens) if self._by_cost else None
+            if computing and self._takes(missing) > computing:
+                self.counters["not_worth_it"] += 1
+                return None
+            promotion = Promotion(ram, tokens, leave, tenant, both.nodes, self._loop)  # pins what it stands on
             new, reads = self._claim(missing)
             if len(reads) == len(missing):
                 reach = both.tokens
@@ -170,8 +187,15 @@ class Promoter:
             pool.use(both.nodes, hit=True)
             self.counters["started"] += 1
             self._live.add(promotion)
-        self._loop.call_soon_threadsafe(self._launch, new, promotion)
+        longest = min(self._deadline or computing, computing) if computing else self._deadline
+        self._loop.call_soon_threadsafe(self._launch, new, promotion, longest)
         return promotion
+
+    def _takes(self, missing: list[Node]) -> float:
+        """Seconds until these blocks are in RAM, after what is being read already. Holds the lock."""
+        new = sum(n.entry.raw_bytes for n in missing if n.entry and n.key not in self._reads)
+        nbytes = new + sum(r.nbytes for r in self._reads.values())
+        return SETUP + (self._rate.seconds(nbytes) or nbytes / READ_RATE)
 
     def _claim(self, missing: list[Node]) -> tuple[list[Read], list[Read]]:
         """Reads for as many leading blocks as RAM can take: (new ones, all of them)."""
@@ -183,19 +207,21 @@ class Promoter:
             if read is None:
                 if not whole and not self._pool.reserve(sizes[node.key]):
                     break
+                if not self._reads:
+                    self._busy_since, self._busy_bytes = time.monotonic(), 0
                 read = self._reads[node.key] = Read(node, sizes[node.key])
                 node.gone = False  # a removal stops the reads that it finds, not later ones
                 new.append(read)
             reads.append(read)
         return new, reads
 
-    def _launch(self, reads: list[Read], promotion: Promotion) -> None:
+    def _launch(self, reads: list[Read], promotion: Promotion, longest: float) -> None:
         for read in reads:
             task = self._loop.create_task(self._read(read))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        if self._deadline:
-            self._loop.call_later(self._deadline, self._expire, ref(promotion))
+        if longest:
+            self._loop.call_later(longest, self._expire, ref(promotion))
 
     async def _read(self, read: Read) -> None:
         block = None
@@ -219,7 +245,12 @@ class Promoter:
 
     def _settle(self, read: Read, block: Block | None) -> list[Promotion]:
         """Turn a read's reservation into a resident block, or give it back; say who waits no longer. Holds the lock."""
-        self._reads.pop(read.node.key, None)
+        if self._reads.pop(read.node.key, None) and block:
+            self._busy_bytes += block.nbytes
+            if not self._reads or self._busy_bytes > MEASURE_EVERY:
+                now = time.monotonic()
+                self._rate.add(self._busy_bytes, now - self._busy_since)
+                self._busy_since, self._busy_bytes = now, 0
         if block and fits(read.node, block) and block.nbytes == read.nbytes:
             self._pool.admit(read.node, block, promoted=True)
         else:
@@ -238,8 +269,9 @@ class Promoter:
             promotion._finish()
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start, and how many reads are under way. Any thread."""
-        return {"started": self.counters["started"], "reading": len(self._reads)}
+        """Counts since the start, reads under way, and the measured bytes of state a second. Any thread."""
+        counts = {name: self.counters[name] for name in ("started", "not_worth_it", "lost_deadline")}
+        return {**counts, "reading": len(self._reads), "read_rate": round(self._rate.value or 0)}
 
     async def close(self) -> None:
         """Cancel what is under way and wait for the reads at hand. Loop thread."""

@@ -14,7 +14,7 @@ from ssd_tier.keys import TOKEN_BYTES
 from tiered_cache import fingerprint, layer_tree, layers
 from tiered_cache.block_pool import BlockPool
 from tiered_cache.layer_tree import Quantization, Refused, plain_of
-from tiered_cache.metrics import CacheStats
+from tiered_cache.metrics import CacheStats, Rate
 from tiered_cache.plans import NOTHING, Chain, Plan, Prepared, best_plan
 from tiered_cache.prefix_tree import DROP, Node, in_ram, token_bytes
 
@@ -55,6 +55,7 @@ class RamTier:
         self.label = label or fingerprint.model_label(model, self.fingerprint)
         self.quantization = quantization
         self.min_quantize_tokens = min_quantize_tokens
+        self.prefill = Rate()  # tokens a second that the model computes, as its host tells
         self._classes = [classes] if classes else []
         self._known: dict[tuple[str | None, str, bool], Chain] = {}
         self._stats = CacheStats()

@@ -134,8 +134,9 @@ class Runtime:
         self.tier, self._loop_thread = tier, thread
         self._unclosed = weakref.finalize(self, _warn_unclosed, os.getpid())  # says so at the latest when Python ends
         self.pool.attach(tier, tier.catalog)
-        if config.promotion.policy == "always":
-            self.promoter = Promoter(self.pool, tier, thread.loop, config.promotion.deadline)
+        if config.promotion.policy != "never":
+            by_cost = config.promotion.policy == "cost"
+            self.promoter = Promoter(self.pool, tier, thread.loop, config.promotion.deadline, by_cost=by_cost)
 
     def _go_without(self, fault: IndexUnusable) -> None:
         """A fault of data or disk: the host starts all the same, with RAM alone."""

@@ -95,7 +95,7 @@ def test_sizes_for_people(size, shown):
     ("ssd.compression", ["zstd:0", "zstd:20", "zstd:1\n", "zstd", 1], 'must be "none" or "zstd:1" to "zstd:19"'),
     ("ssd.durability", ["fsync"], 'must be "cache" or "batch" or "full"'),
     ("ssd.close_deadline", ["10 days"], DURATION_HELP),
-    ("promotion.policy", ["Always"], 'must be "always" or "never"')])
+    ("promotion.policy", ["Always"], 'must be "cost" or "always" or "never"')])
 def test_a_bad_value_is_told_with_key_value_and_what_is_allowed(key, values, told):
     section, name = key.split(".")
     for value in values:
