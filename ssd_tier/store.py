@@ -194,7 +194,6 @@ class Store:
 
     async def remove_files(self, entries: Sequence[Entry]) -> None:
         """Remove files that no row names, with those that could not be removed before."""
-
         files = [BlobFile(e.key, e.generation, e.file_bytes, 0) for e in entries]
 
         def unlink() -> list[BlobFile]:
@@ -240,7 +239,7 @@ class Store:
             try:
                 await self._index.apply(
                     added=added,
-                    removed=[*removed, *(k for k in rows if k not in self.catalog)],
+                    removed=[k for k in [*removed, *rows] if k not in self.catalog],  # it may have come again meanwhile
                     touched=touched,
                     models=models,
                     layers=layers,

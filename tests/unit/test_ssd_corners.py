@@ -219,3 +219,19 @@ def test_a_fresh_disk_or_folder_is_not_taken_for_somebodys(tmp_path):
     (tmp_path / "lost+found").mkdir(0o700)
     tmp_path.chmod(0o700)
     Directory.own(tmp_path).close()
+
+
+async def test_a_block_that_comes_again_while_it_is_being_removed_keeps_its_row(tmp_path, monkeypatch):
+    gate = threading.Event()
+    async with running(tmp_path) as tier:
+        await spill(tier, block(0))
+        monkeypatch.setattr(Directory, "hook", staticmethod(lambda op, _: gate.wait(5) if op == "unlink" else None))
+        removal = asyncio.create_task(tier.remove([block(0).key]))
+        await asyncio.sleep(0.05)
+        await spill(tier, block(0))  # with another name
+        gate.set()
+        await removal
+        assert len(tier.catalog) == 1
+    assert [e.key for e in rows(tmp_path)] == [block(0).key]
+    async with running(tmp_path) as tier:
+        assert blocks.content(await tier.read(block(0).key)) == blocks.content(block(0))
