@@ -29,7 +29,7 @@ from ssd_tier.tier import SSDTier, TierOptions
 
 WORKERS = 2
 _ALL = 2**60  # bytes: nothing is thrown away here
-_PATIENCE = 10  # looks at the rows, half a second apart
+_PATIENCE = 40  # looks at the rows, half a second apart
 _SETTLED = 60.0  # seconds after which a file that no row names is not about to get one
 
 

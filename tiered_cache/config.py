@@ -109,6 +109,7 @@ class _Frozen(BaseModel):
 
 class CacheSection(_Frozen):
     block_tokens: int = _key(256, "Tokens per block, the unit that is stored and shared.", ge=16, le=4096)
+    look_up_log: str = _key("", "File to append a line to for each look-up: hashes, for `simulate`. Empty: none.")
 
 
 class RamSection(_Frozen):

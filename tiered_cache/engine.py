@@ -15,8 +15,8 @@ from tiered_cache.config import Config
 from tiered_cache.handoff import Handoff
 from tiered_cache.memory_cache import MemoryAwarePrefixCache, MemoryCacheConfig
 from tiered_cache.metrics import losses
+from tiered_cache.prefix_tree import Hint
 from tiered_cache.promotion import Promotion
-from tiered_cache.ram_tier import Hint
 from tiered_cache.runtime import Runtime
 
 
@@ -50,6 +50,7 @@ class TieredCache:
             classes=classes,
             label=label,
         )
+        self.ram.look_ups = runtime.look_ups
         if runtime.tier:
             self.ram.know(runtime.tier.layers.values())
         if refused:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,8 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return array("q", tokens).tobytes()
 
 
+Hint = Literal["drop", "normal", "keep"]
+HINTS: tuple[Hint, ...] = ("drop", "normal", "keep")
 DROP, NORMAL, KEEP = range(3)  # what a host says of a sequence: not to be kept for long; to be kept longest
 
 

@@ -153,6 +153,7 @@ class Promoter:
         Reserves, but reads nothing: no file is touched here. Any thread.
         """
         request = ram.prepare(tokens, leave, tenant)
+        ram.note(request)
         if request is None:
             return None
         pool = self._pool

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any
 
 from ssd_tier import Block, TensorSpec
 from ssd_tier.buffers import Bytes
@@ -14,14 +14,13 @@ from ssd_tier.keys import TOKEN_BYTES
 from tiered_cache import fingerprint, layer_tree, layers
 from tiered_cache.block_pool import BlockPool
 from tiered_cache.layer_tree import Quantization, Refused, plain_of
+from tiered_cache.look_up_log import LookUpLog
 from tiered_cache.metrics import CacheStats, Rate
 from tiered_cache.plans import NOTHING, Chain, Plan, Prepared, best_plan
-from tiered_cache.prefix_tree import DROP, Node, in_ram, token_bytes
+from tiered_cache.prefix_tree import DROP, HINTS, Hint, Node, in_ram, token_bytes
 
 log = logging.getLogger("tiered_cache")
 
-HINTS = ("drop", "normal", "keep")
-Hint = Literal["drop", "normal", "keep"]
 WHOLE = -1  # stands for the checkpoint among the numbers of blocks
 
 
@@ -56,6 +55,7 @@ class RamTier:
         self.quantization = quantization
         self.min_quantize_tokens = min_quantize_tokens
         self.prefill = Rate()  # tokens a second that the model computes, as its host tells
+        self.look_ups: LookUpLog | None = None
         self._classes = [classes] if classes else []
         self._known: dict[tuple[str | None, str, bool], Chain] = {}
         self._stats = CacheStats()
@@ -73,6 +73,7 @@ class RamTier:
         see them. Model's thread.
         """
         request = self.prepare(tokens, leave, tenant)
+        self.note(request)
         if request is None:
             return self._miss("miss" if not len(tokens) else "miss_short_prefix", tokens)
         pool = self.pool
@@ -88,6 +89,11 @@ class RamTier:
         self._stats.tokens_saved += plan.tokens
         self._last_match_type = kind
         return self._joined(plan), tokens[plan.tokens :]
+
+    def note(self, request: Prepared | None) -> None:
+        """Put a request into the log of look-ups, if there is one. Any thread."""
+        if self.look_ups and request:
+            self.look_ups.add(request.ids)
 
     def state_of(self, tokens: Sequence[int]) -> list[Any] | None:
         """The state of exactly these tokens, if RAM has it; not counted as a look-up or a use. Model's thread."""

@@ -9,11 +9,13 @@ import threading
 import time
 import weakref
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ssd_tier import IndexUnusable, SSDTier
 from tiered_cache.block_pool import BlockPool
 from tiered_cache.config import Config
+from tiered_cache.look_up_log import LookUpLog
 from tiered_cache.promotion import Promoter
 
 T = TypeVar("T")
@@ -113,6 +115,8 @@ class Runtime:
         self._idle = threading.Condition()
         self._flushing = 0  # threads that wait for the loop: it must not end before they are answered
         _live.add(self)
+        path = config.cache.look_up_log
+        self.look_ups = LookUpLog(Path(path).expanduser().absolute()) if path else None
         if config.ssd.enabled:
             self._open_tier()
 
@@ -193,6 +197,8 @@ class Runtime:
 
     def _close(self) -> None:
         tier, thread = self.tier, self._loop_thread
+        if self.look_ups:
+            self.look_ups.close()
         if tier is None or thread is None:
             return
         self._unclosed.detach()

@@ -213,7 +213,7 @@ def test_the_template_is_the_defaults_commented_out_or_not(tmp_path, monkeypatch
     plain = Config.load().effective()
     assert Config.load(write(tmp_path, template())).effective() == plain
     uncommented, count = re.subn(r"(?m)^# (\w+ = )", r"\1", template())
-    assert count == len(plain) == 23
+    assert count == len(plain) == 24
     assert [s[:3] for s in Config.load(write(tmp_path, uncommented)).effective()] == [s[:3] for s in plain]
     explanations = re.findall(r"(?m)^(.*)\n# \w+ = ", template())
     assert [line for line in explanations if not re.match(r"# [A-Z\"].{8,117}(\.|[^(]\))$", line)] == []

@@ -29,7 +29,7 @@ ROOMS = [
     ["tiered_cache.attributes"],
     ["tiered_cache.layer_tree"],
     ["tiered_cache.layer_kinds", "tiered_cache.pricing"],
-    ["tiered_cache.config", "tiered_cache.fingerprint", "tiered_cache.metrics"],
+    ["tiered_cache.config", "tiered_cache.fingerprint", "tiered_cache.metrics", "tiered_cache.look_up_log"],
     ["ssd_tier.maintenance"],
     ["ssd_tier.inspection", "ssd_tier.tier"],
     ["ssd_tier.writer", "ssd_tier.reader", "ssd_tier.recovery"],
@@ -107,7 +107,7 @@ def test_sqlite_has_one_home():
 # `index` makes its own empty file, `config` and `cli` deal in TOML, `snapshot` in a folder of the host's.
 HAVE_FILES = [
     "ssd_tier.files", "ssd_tier.folders", "ssd_tier.claim", "ssd_tier.index", "tiered_cache.config",
-    "tiered_cache.cli.configure", "tiered_cache.simulation", "tiered_cache.snapshot",
+    "tiered_cache.cli.configure", "tiered_cache.simulation", "tiered_cache.snapshot", "tiered_cache.look_up_log",
 ]  # fmt: skip
 
 

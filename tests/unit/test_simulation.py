@@ -8,6 +8,9 @@ import random
 import pytest
 
 from tests.integration.test_cli import refused, run
+from tests.models import random_tokens
+from tests.states import ShapeOnlyModel, state_of
+from tiered_cache import TieredCache
 from tiered_cache.simulation import BLOCK_TOKENS, Request, Simulation, TraceError, read_trace
 from tiered_cache.traffic import FIRST, SYSTEM, TURN_IN, TURN_OUT, agents
 
@@ -103,3 +106,29 @@ def test_the_command_prints_a_row_for_each_pair_of_sizes(tmp_path):
     text = run("simulate", file, "--ram", "1GB").stdout
     assert "4 requests, 4,096 tokens" in text
     assert "50.0 %" in text
+
+
+def test_a_log_of_look_ups_is_replayed_as_what_happened(make_config, tmp_path):
+    """Four turns of a talk and a stranger: the same requests, and the same reuse, within a block."""
+    file = tmp_path / "look-ups.jsonl"
+    config = make_config(cache={"look_up_log": str(file)}, ram={"max_memory": "64MB"})
+    talk, reused, asked = random_tokens(2000, 1), 0, 0
+    with TieredCache.open(config, model=ShapeOnlyModel()) as cache:
+        for tokens in (talk[:700], talk[:1300], random_tokens(900, 2), talk[:1700], talk):
+            promotion = cache.promote(tokens)
+            _, remaining = promotion.result(20) if promotion else cache.fetch(tokens)
+            reused, asked = reused + len(tokens) - len(remaining), asked + len(tokens)
+            assert cache.store(tokens, state_of(tokens))
+    assert not set(str(talk[:3]).strip("[]").split(", ")) <= set(file.read_text().split())
+    assert file.stat().st_mode & 0o777 == 0o600
+    (row,) = json.loads(run("simulate", file, "--ram", "1GB", "--ssd", "0", "--json").stdout)
+    assert (row["requests"], row["tokens"]) == (5, asked)
+    assert reused - 3 * BLOCK_TOKENS <= row["share"] * asked <= reused + 1
+
+
+def test_a_log_that_cannot_be_written_is_told_once_and_costs_nothing(make_config, tmp_path, caplog):
+    config = make_config(cache={"look_up_log": str(tmp_path / "none" / "log")})
+    with TieredCache.open(config, model=ShapeOnlyModel()) as cache:
+        for seed in range(3):
+            assert cache.fetch(random_tokens(600, seed))[0] is None
+    assert sum("cannot be written" in r.getMessage() for r in caplog.records) == 1
