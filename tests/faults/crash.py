@@ -120,6 +120,8 @@ class Teller:
                 self.by_hand.discard(key)
                 self._evicting.add(key)
 
+    def on_closed(self) -> None: ...
+
     def on_back(self) -> None:
         raise AssertionError("the disk was never away")
 
