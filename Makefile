@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+PEERS := .venv-peers
 # What an older mlx-lm could break: the layers, their storage, and every model it has.
 OLDEST_TESTS := tests/unit/test_layers.py tests/unit/test_layer_kinds.py tests/unit/test_memory_cache.py \
 	tests/integration/test_two_tiers.py tests/slow/test_zoo.py
@@ -55,8 +56,9 @@ $(OLDEST)/ready: pyproject.toml
 oldest: $(OLDEST)/ready
 	$(OLDEST)/bin/python -m pytest -q -m "slow or not slow" $(OLDEST_TESTS)
 
+# Beside what others measure in an environment of their own; BENCH="--quick", or "--full --traces DIR --page DIR".
 bench: $(VENV)/demo-model
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench $(BENCH)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,27 @@
+"""All measurements, by the names that `python -m bench` takes."""
+
+from bench import peers
+from bench.measure.conversations import conversations
+from bench.measure.files import compression, spilling
+from bench.measure.looking_up import look_up, ssd_look_up
+from bench.measure.memory import eviction, next_turn, sharing
+from bench.measure.opening import opening
+from bench.measure.promotion import pauses, promotion
+from bench.measure.replay import replay
+from bench.result import Measurement
+
+MEASUREMENTS: dict[str, Measurement] = {
+    "compression": compression,
+    "eviction": eviction,
+    "next_turn": next_turn,
+    "sharing": sharing,
+    "conversations": conversations,
+    "look_up": look_up,
+    "ssd_look_up": ssd_look_up,
+    "opening": opening,
+    "promotion": promotion,
+    "pauses": pauses,
+    "spilling": spilling,
+    "replay": replay,
+    "peers": peers.compare,
+}
