@@ -54,7 +54,8 @@ class Breaker:
         elif self._faults < self._limit:
             return
         else:
-            log.warning("ssd: %s is off, after %d faults in a row (%s); RAM goes on", self.what, self._faults, error)
+            told = "ssd: %s is off, after %d faults in a row (%s); RAM goes on"
+            log.warning(told, self.what, self._faults, str(error))
         self.fault = str(error) or type(error).__name__
         self._until = time.monotonic() + self._pause
 

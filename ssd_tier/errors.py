@@ -1,4 +1,7 @@
-"""What can go wrong with a cache directory. Each `TierError` is one sentence for a person."""
+"""What can go wrong with a cache directory. Each `TierError` is one sentence for a person.
+
+Errors are logged as text: a handler that keeps its records would keep the error's frames, and the buffers in them.
+"""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ def contents_of(directory: Directory, files: Iterable[BlobFile], unread: list[Bl
             if info.key != file.key or not info.raw_bytes:
                 raise BlobDamaged("it is another block's, or holds nothing")
         except BlobDamaged as e:
-            log.warning("ssd: blob %s left out of the index (%s)", file.key.hex()[:12], e)
+            log.warning("ssd: blob %s left out of the index (%s)", file.key.hex()[:12], str(e))
             with contextlib.suppress(OSError):
                 directory.quarantine(file.key, file.generation)
             continue
         except FileNotFoundError:
             continue
         except OSError as e:
-            log.warning("ssd: blob %s cannot be read now (%s)", file.key.hex()[:12], e)
+            log.warning("ssd: blob %s cannot be read now (%s)", file.key.hex()[:12], str(e))
             unread.append(file)
             continue
         if file.key not in newest or newest[file.key][0].mtime < file.mtime:

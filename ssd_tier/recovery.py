@@ -101,7 +101,7 @@ def _read_index(directory: Directory, unread: list[BlobFile]) -> tuple[Contents,
         except IndexDamaged as e:
             check_readable(directory.index_path)
             if not again:  # SQLite calls some passing faults damage: only what it finds twice
-                log.warning("ssd: %s", e)
+                log.warning("ssd: %s", str(e))
     directory.quarantine_index()
     return prepare(directory.index_path, find), rebuilt
 

@@ -175,7 +175,7 @@ class Store:
                     try:
                         await self.run(self.directory.quarantine, entry.key, entry.generation)
                     except (OSError, RuntimeError) as e:
-                        log.info("ssd: blob %s could not be set aside (%s)", entry.key.hex()[:12], e)
+                        log.info("ssd: blob %s could not be set aside (%s)", entry.key.hex()[:12], str(e))
             await self.remove_files(entries)
         finally:
             self._removing -= nbytes
@@ -184,7 +184,7 @@ class Store:
         except (sqlite3.Error, OSError, ValueError) as e:  # ValueError: the index is closed already
             # Tried again with the next commit; else the rows outlive their files, and the next open drops them.
             self._unsaved_rows += [e.key for e in entries]
-            log.info("ssd: %d rows could not be removed (%s)", len(entries), e)
+            log.info("ssd: %d rows could not be removed (%s)", len(entries), str(e))
 
     def remove_now(self, keys: Sequence[bytes]) -> None:
         """Remove files, once the index is closed. Blocks."""
@@ -211,7 +211,7 @@ class Store:
                     self._undeleted = await self.run(unlink)
                 except RuntimeError as e:  # no thread to be had
                     self._undeleted += files
-                    log.info("ssd: %d files could not be removed (%s)", len(files), e)
+                    log.info("ssd: %d files could not be removed (%s)", len(files), str(e))
 
     @property
     def undeleted(self) -> int:

@@ -206,12 +206,12 @@ class SSDTier:
                 return None
             damaged = isinstance(e, BlobDamaged)
             self.counters["lost_damaged" if damaged else "lost_missing"] += 1
-            log.warning("ssd: block %s is lost: %s", key.hex()[:12], e)
+            log.warning("ssd: block %s is lost: %s", key.hex()[:12], str(e))
             await self._store.remove([key], damaged=damaged)
             return None
         except (OSError, MemoryError, RuntimeError) as e:  # the machine's fault, not the blob's: it stays
             self.counters["read_failed"] += 1
-            log.info("ssd: block %s could not be read (%s)", key.hex()[:12], e)
+            log.info("ssd: block %s could not be read (%s)", key.hex()[:12], str(e))
             if isinstance(e, OSError):
                 self.reading.failed(e)
             return None
@@ -324,4 +324,4 @@ class SSDTier:
                 await self.save()
                 await self._store.shrink_index()
             except Exception as e:  # the disk fails: what is read and written there says so
-                log.info("ssd: not tidied up (%s)", e)
+                log.info("ssd: not tidied up (%s)", str(e))

@@ -105,7 +105,7 @@ class Writer:
             await self._store.mend_index()
             lost = await self._write(blocks, faults)
         except Exception as e:  # the writer outlives every batch
-            log.info("ssd: %d blocks not written (%s: %s)", len(blocks), type(e).__name__, e)
+            log.info("ssd: %d blocks not written (%s: %s)", len(blocks), type(e).__name__, str(e))
             lost = {b.key: "write_failed" for b in blocks if b.key not in self._store.catalog}
             faults.append(e)
         written = any(b.key in self._store.catalog for b in blocks)
@@ -190,7 +190,7 @@ class Writer:
             if isinstance(outcome, Stopped):
                 lost[entry.key] = "closed"
             elif isinstance(outcome, BaseException):
-                log.info("ssd: block %s not written (%s)", entry.key.hex()[:12], outcome)
+                log.info("ssd: block %s not written (%s)", entry.key.hex()[:12], str(outcome))
                 lost[entry.key] = "write_failed"
                 faults += [outcome] if environmental(outcome) else []
             elif entry.parent not in (entry.namespace, *added) and entry.parent not in self._store.catalog:

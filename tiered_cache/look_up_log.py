@@ -48,7 +48,7 @@ class LookUpLog:
                     if self._lines.empty():
                         file.flush()
         except OSError as e:
-            log.warning("the log of look-ups %s cannot be written (%s); there is none", path, e)
+            log.warning("the log of look-ups %s cannot be written (%s); there is none", path, str(e))
             while self._lines.get():
                 pass
 

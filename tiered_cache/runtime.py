@@ -145,7 +145,7 @@ class Runtime:
     def _go_without(self, fault: IndexUnusable) -> None:
         """A fault of data or disk: the host starts all the same, with RAM alone."""
         self.ssd_off = str(fault)
-        log.warning("the SSD tier is off: %s", fault)
+        log.warning("the SSD tier is off: %s", str(fault))
 
     def flush(self, timeout: float | None) -> bool:
         """Write all that RAM holds now; False where not all of it is on the SSD after `timeout` seconds."""

@@ -68,7 +68,7 @@ def save(cache: Cache, folder: str | os.PathLike[str]) -> bool:
                 old.rename(target)
             raise
     except Exception as e:  # whatever the disk or a layer's own `state` raises: the host goes on
-        log.warning("the snapshot %s was not written: %s", target, e)
+        log.warning("the snapshot %s was not written: %s", target, str(e))
         return False
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -89,7 +89,7 @@ def _write(cache: Cache, file: Path, tokens: list[int]) -> dict[str, Any] | None
     except OSError:  # of the disk: nothing is written at all
         raise
     except Exception as e:  # whatever a layer's own `state` raises
-        log.warning("a sequence of %d tokens was left out of the snapshot: %s", len(tokens), e)
+        log.warning("a sequence of %d tokens was left out of the snapshot: %s", len(tokens), str(e))
         file.unlink(missing_ok=True)
         return None
     return {"file": file.name, "tokens": tokens, "sha256": _digest(file)}
@@ -108,7 +108,7 @@ def load(cache: Cache, folder: str | os.PathLike[str]) -> int:
             raise ValueError("it is of another version or model")
         entries = [e for e in index["sequences"] if e["tokens"] not in cache]
     except (OSError, ValueError, KeyError, TypeError) as e:
-        log.warning("the snapshot %s was not loaded: %s", path, e)
+        log.warning("the snapshot %s was not loaded: %s", path, str(e))
         return 0
     for entry in reversed(entries):
         try:
@@ -117,7 +117,7 @@ def load(cache: Cache, folder: str | os.PathLike[str]) -> int:
                 raise ValueError("its digest does not match")
             cache.store(entry["tokens"], load_prompt_cache(str(file)), False)
         except Exception as e:  # whatever a damaged file makes mlx-lm raise
-            log.warning("%s of the snapshot %s was passed over: %s", entry.get("file"), path, e)
+            log.warning("%s of the snapshot %s was passed over: %s", entry.get("file"), path, str(e))
     return sum(e["tokens"] in cache for e in entries)
 
 

@@ -131,3 +131,19 @@ def test_nothing_grows_and_nothing_is_wrong(make_config, tmp_path, monkeypatch):
     assert last.memory - first.memory < max(16 << 20, SECONDS / 60 * (1 << 20))
     size = sum(p.stat().st_size for p in (tmp_path / "cache").rglob("*") if p.is_file())
     assert size <= 60_000_000
+
+
+def test_a_log_that_keeps_its_records_keeps_no_buffers(make_config, tmp_path, caplog):
+    """Nothing that is logged holds an error, whose frames hold what was being read or written."""
+    with caplog.at_level("DEBUG"):
+        with TieredCache.open(make_config(ssd={"write": "through"}), model=MODEL) as cache:
+            tokens = [7] * 700
+            assert cache.store(tokens, state_of(tokens))
+            assert cache.flush(20)
+        for path in (tmp_path / "cache" / "blobs").rglob("*.safetensors"):
+            path.write_bytes(b"\xff" * path.stat().st_size)
+        with TieredCache.open(make_config(), model=MODEL) as cache:
+            cache.promote(tokens).result(20)
+    ours = [r for r in caplog.records if r.name in ("ssd_tier", "tiered_cache")]
+    assert any("is lost" in r.getMessage() for r in ours)
+    assert not [a for r in ours for a in (r.args or ()) if isinstance(a, BaseException)]
