@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,7 +146,7 @@ def look_up(peer: type[Vllm] | type[Lru]) -> Told:
             cache.store(shared + tokens_for(192, stored), kv)
         asked = shared + tokens_for(192, max(1, stored // 2))
         name = "few" if goal == 10 else "many"
-        figures[f"fetch_{name}_ms"] = median_ms(lambda a=asked: cache.fetch(a))  # type: ignore[misc]
+        figures[f"fetch_{name}_ms"] = median_ms(partial(cache.fetch, asked))
         figures[f"new_{name}_ms"] = median_ms(lambda: cache.fetch(next(new)))
     figures["sequences"] = stored
     among = "" if stored >= MANY else f" among {stored:,}"
@@ -254,7 +255,7 @@ def vllm_ssd(folder: Path) -> Told:
     def find(tokens: tuple[int, ...]) -> None:
         index.lookup_exact(tokens) or index.lookup_prefix(tokens)
 
-    figures = {f"{name}_ms": median_ms(lambda t=tokens: find(t)) for name, tokens in asked.items()}  # type: ignore[misc]
+    figures = {f"{name}_ms": median_ms(partial(find, tokens)) for name, tokens in asked.items()}
     index.close()
     value = ", ".join(f"{figures[f'{name}_ms']:.2f} ms {name}" for name in asked)
     return {"ssd_look_up": {"value": f"{value}, among {stored:,}", "figures": {**figures, "sequences": stored}}}
@@ -271,7 +272,7 @@ def main() -> None:
         jobs: list[tuple[str, str, Callable[[], Told]]] = []
         for peer, kind in (("vllm-mlx", Vllm), ("mlx-lm", Lru)):
             for measure in (sharing, conversations, look_up):
-                jobs.append((peer, measure.__name__, lambda m=measure, k=kind: m(k)))  # type: ignore[misc]
+                jobs.append((peer, measure.__name__, partial(measure, kind)))
         jobs.append(("vllm-mlx", "disk", lambda: vllm_disk(vllm)))
         jobs.append(("vllm-mlx", "ssd_look_up", lambda: vllm_ssd(index)))
         jobs.append(("mlx-lm", "disk", lambda: lm_disk(lm)))

@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from ssd_tier import Block
 from ssd_tier.blob import read_identity
 from ssd_tier.errors import BlobDamaged
+from ssd_tier.files import Directory
 from ssd_tier.reader import read_block
 from tests.blocks import blob, block, chain, content, entry, listing, on_disk, path_of, running, spill
 
@@ -45,7 +46,7 @@ def served(file: Memory | bytes, of: Block, **changes: Any) -> Block | None:
     memory = file if isinstance(file, Memory) else Memory(file)
     row = entry(of, **{"file_bytes": len(memory.file)} | changes)
     try:
-        return read_block(memory, row)  # type: ignore[arg-type]
+        return read_block(cast(Directory, memory), row)
     except BlobDamaged:
         return None
 
