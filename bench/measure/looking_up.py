@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,8 @@ def ssd_look_up(folder: Path, options: Options) -> list[Result]:
                 if found[0]:
                     found[0].cancel()
                 go_on.set()
+                while cache.stats()["promotion"]["reading"]:  # else the next one wants what this one has given up
+                    time.sleep(0.001)
     figures = {f"{name}_ms": median(values) * 1e3 for name, values in taken.items()} | {"blocks": blocks}
     worst = max(figures[f"{name}_ms"] for name in taken)
     value = (
