@@ -10,7 +10,9 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+from ssd_tier.blob import MAX_HEADER
 from ssd_tier.clock import now
+from ssd_tier.keys import TOKEN_BYTES, pack_ids, unpack_ids
 from ssd_tier.leaf_first import leaf_first
 
 _MOST = 2**62  # SQLite's integers end at twice that
@@ -20,8 +22,8 @@ class Entry:
     """One block on the SSD: a row of the index."""
 
     __slots__ = (
-        "created", "file_bytes", "generation", "hits", "ids", "keep", "key", "namespace", "parent", "raw_bytes",
-        "seq", "start", "used",
+        "created", "file_bytes", "generation", "hits", "keep", "key", "namespace", "packed", "parent", "raw_bytes",
+        "seq", "start", "tokens", "used",
     )  # fmt: skip
 
     def __init__(
@@ -45,7 +47,8 @@ class Entry:
         self.parent = parent
         self.generation = generation
         self.start = start
-        self.ids = ids
+        self.packed = pack_ids(ids)  # there are many blocks, and two kilobytes of ids each
+        self.tokens = len(ids) // TOKEN_BYTES
         self.file_bytes = file_bytes
         self.raw_bytes = raw_bytes
         self.seq = seq
@@ -53,6 +56,16 @@ class Entry:
         self.created = created  # these two in seconds since 1970
         self.used = used
         self.keep = keep  # goes after all that is not to be kept
+
+    @property
+    def ids(self) -> bytes:
+        """The block's token ids, int64, little-endian."""
+        return unpack_ids(self.packed, self.tokens)
+
+    @property
+    def most_bytes(self) -> int:
+        """What its file can have at most: nothing is stored larger than it is."""
+        return self.raw_bytes + self.tokens * TOKEN_BYTES + MAX_HEADER
 
 
 class Catalog:
@@ -159,6 +172,7 @@ class Catalog:
 
         Changes nothing; may fall short.
         """
+
         def may_go(e: Entry) -> bool:
             return e.key not in spare and (before is None or e.seq < before)
 

@@ -9,7 +9,8 @@ gained, so the search for repeats is cut to a minimum: a third of level 1's time
 from __future__ import annotations
 
 import threading
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +64,7 @@ class _Coders(threading.local):
 
 
 _coders = _Coders()
-_scratch = Scratch()  # for a compressed plane: there is at most one in what `encode` makes
+_scratch = Scratch()  # for a piece of a compressed plane: there is at most one in what `encode` makes
 
 
 def encode(data: Bytes, dtype: str, level: int | None) -> list[Part]:
@@ -89,16 +90,16 @@ def decode(parts: list[Part], dtype: str, out: Bytes) -> None:
         raise BlobDamaged("parts do not add up to the stated length")
     if sum(p.codec == "zstd" for p in parts) > 1:
         raise BlobDamaged("more than one compressed plane")
-    planes = [_decompress(p) for p in parts]
-    width = _WIDTH.get(dtype)
-    if len(planes) == 1:
-        out[:] = planes[0]
-    elif len(planes) == 2 and width == 2 and len(planes[0]) == len(planes[1]):
-        _join16(planes[0], planes[1], out.view(np.uint16))
-    elif len(planes) == 2 and width == 4 and 3 * len(planes[0]) == len(planes[1]):
-        _join32(planes[0], planes[1], out.view(np.uint32))
+    width, sizes = _WIDTH.get(dtype), [p.raw_bytes for p in parts]
+    if len(parts) == 1:
+        for at, piece in zip(range(0, len(out), _CHUNK), _pieces(parts[0], _CHUNK), strict=True):
+            out[at : at + _CHUNK] = piece
+    elif len(parts) == 2 and width == 2 and sizes[0] == sizes[1]:
+        _join(parts, 1, out.view(np.uint16), _join16)
+    elif len(parts) == 2 and width == 4 and 3 * sizes[0] == sizes[1]:
+        _join(parts, 3, out.view(np.uint32), _join32)
     else:
-        raise BlobDamaged(f"{len(planes)} planes do not make {dtype}")
+        raise BlobDamaged(f"{len(parts)} planes do not make {dtype}")
 
 
 def _compress(data: Bytes, level: int, *, entropy_only: bool) -> Part:
@@ -108,11 +109,14 @@ def _compress(data: Bytes, level: int, *, entropy_only: bool) -> Part:
     return Part("zstd", len(data), np.frombuffer(packed, np.uint8))
 
 
-def _decompress(part: Part) -> Bytes:
+def _pieces(part: Part, size: int) -> Iterator[Bytes]:
+    """What a part decodes to, `size` bytes at a time; each piece holds until the next is asked for."""
     if part.codec == "raw":
         if len(part.data) != part.raw_bytes:
             raise BlobDamaged("a stored part has another length than stated")
-        return part.data
+        for at in range(0, part.raw_bytes, size):
+            yield part.data[at : at + size]
+        return
     try:
         # The frame's own word comes first: max_output_size does not bound a frame that declares its size.
         frame = zstandard.get_frame_parameters(view(part.data))
@@ -120,17 +124,27 @@ def _decompress(part: Part) -> Bytes:
             raise BlobDamaged("a compressed part declares another length than stated")
         if frame.window_size > max(part.raw_bytes, _SMALL_WINDOW):
             raise BlobDamaged("a compressed part asks for more memory than it can need")
-        plain = _scratch.take(part.raw_bytes)
+        scratch = _scratch.take(size)
         with _coders.decompressor.stream_reader(view(part.data), read_across_frames=True) as reader:
-            done = 0
-            while done < len(plain) and (n := reader.readinto(plain[done:])):
-                done += n
-            rest = reader.read(1)
+            for at in range(0, part.raw_bytes, size):
+                piece = scratch[: min(size, part.raw_bytes - at)]
+                done = 0
+                while done < len(piece) and (n := reader.readinto(piece[done:])):
+                    done += n
+                if done < len(piece):  # stream readers accept what has been cut short
+                    raise BlobDamaged("a compressed part ends too early")
+                yield piece
+            if reader.read(1):
+                raise BlobDamaged("a compressed part is longer than stated")
     except zstandard.ZstdError as e:
         raise BlobDamaged(f"a compressed part cannot be read ({e})") from e
-    if done != part.raw_bytes or rest:  # stream readers accept what has been cut short
-        raise BlobDamaged("a compressed part has another length than stated")
-    return plain
+
+
+def _join(parts: list[Part], ratio: int, out: npt.NDArray[Any], join: Callable[[Bytes, Bytes, Any], None]) -> None:
+    """Put two planes together, a piece at a time: the second has `ratio` bytes for each one of the first."""
+    places = range(0, len(out), _CHUNK)
+    for at, high, low in zip(places, _pieces(parts[0], _CHUNK), _pieces(parts[1], ratio * _CHUNK), strict=True):
+        join(high, low, out[at : at + _CHUNK])
 
 
 def _split16(x: npt.NDArray[np.uint16]) -> tuple[Bytes, Bytes]:
@@ -149,26 +163,32 @@ def _split16(x: npt.NDArray[np.uint16]) -> tuple[Bytes, Bytes]:
 
 
 def _join16(high: Bytes, low: Bytes, out: npt.NDArray[np.uint16]) -> None:
-    scratch, shifted = np.empty(_CHUNK, np.uint16), np.empty(_CHUNK, np.uint16)
-    for i in range(0, out.size, _CHUNK):
-        o = out[i : i + _CHUNK]
-        s, t = scratch[: o.size], shifted[: o.size]
-        o[...] = high[i : i + _CHUNK]
-        np.left_shift(o, 7, out=o)
-        s[...] = low[i : i + _CHUNK]
-        np.right_shift(s, 1, out=t)
-        np.bitwise_or(o, t, out=o)
-        np.left_shift(s, 15, out=s)
-        np.bitwise_or(o, s, out=o)
+    out[...] = high
+    np.left_shift(out, 7, out=out)
+    s = low.astype(np.uint16)
+    np.bitwise_or(out, s >> np.uint16(1), out=out)
+    np.left_shift(s, 15, out=s)
+    np.bitwise_or(out, s, out=out)
 
 
 def _split32(x: npt.NDArray[np.uint32]) -> tuple[Bytes, Bytes]:
-    rotated = ((x << np.uint32(1)) | (x >> np.uint32(31))).view(np.uint8).reshape(-1, 4)  # little-endian: exponent last
-    return np.ascontiguousarray(rotated[:, 3]), np.ascontiguousarray(rotated[:, :3]).reshape(-1)
+    high, rest = np.empty(x.size, np.uint8), np.empty(3 * x.size, np.uint8)
+    for at in range(0, x.size, _CHUNK):
+        c = x[at : at + _CHUNK]
+        rotated = c << np.uint32(1)
+        np.bitwise_or(rotated, c >> np.uint32(31), out=rotated)
+        planes = rotated.view(np.uint8).reshape(-1, 4)  # little-endian: exponent last
+        high[at : at + _CHUNK] = planes[:, 3]
+        for i in range(3):  # NumPy is slow where the innermost dimension is short
+            rest[3 * at + i : 3 * (at + _CHUNK) : 3] = planes[:, i]
+    return high, rest
 
 
 def _join32(high: Bytes, rest: Bytes, out: npt.NDArray[np.uint32]) -> None:
     planes = out.view(np.uint8).reshape(-1, 4)
     planes[:, 3] = high
-    planes[:, :3] = rest.reshape(-1, 3)
-    out[...] = (out >> np.uint32(1)) | (out << np.uint32(31))
+    for i in range(3):
+        planes[:, i] = rest[i::3]
+    sign = out << np.uint32(31)
+    np.right_shift(out, 1, out=out)
+    np.bitwise_or(out, sign, out=out)

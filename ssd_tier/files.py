@@ -209,10 +209,13 @@ class Directory(Folders):
                 with os.scandir(self.root / "blobs" / name) as files:
                     for file in files:
                         m = BLOB_NAME.fullmatch(file.name)
-                        with contextlib.suppress(FileNotFoundError):  # removed just now
-                            if m and file.name.startswith(name):
-                                status = file.stat(follow_symlinks=False)
-                                yield BlobFile(bytes.fromhex(m[1]), int(m[2], 16), status.st_size, status.st_mtime)
+                        if not m or not file.name.startswith(name):
+                            continue
+                        try:
+                            status = file.stat(follow_symlinks=False)
+                        except FileNotFoundError:  # removed just now
+                            continue
+                        yield BlobFile(bytes.fromhex(m[1]), int(m[2], 16), status.st_size, status.st_mtime)
 
     # -- tmp/ and quarantine/
 

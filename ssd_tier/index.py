@@ -23,14 +23,13 @@ from ssd_tier.clock import today
 from ssd_tier.errors import IndexDamaged, IndexUnusable, environmental
 from ssd_tier.files import Directory, Durability
 from ssd_tier.migrations import check_version, migrate, scripts
+from ssd_tier.rows import read_entries
 
 DatabaseError = sqlite3.DatabaseError
 SQLITE_VERSION = sqlite3.sqlite_version
 SPARE_PAGES = 128  # that may stay free in the file
 KEEP_DAYS = 30  # of `written`
 
-_COLUMNS = "key, namespace, parent, generation, start, ids, file_bytes, raw_bytes, seq, hits, created, used, keep"
-_SELECT = f"SELECT {_COLUMNS} FROM block LEFT JOIN block_tokens USING (key) ORDER BY seq"
 _ADD = (
     "INSERT OR REPLACE INTO block "
     "(key, namespace, parent, generation, start, tokens, file_bytes, raw_bytes, seq, hits, created, used, keep) "
@@ -151,7 +150,7 @@ def statements(
     could not be removed, `removed_files` such as have been since. Pure."""
     keys = [(k,) for k in removed]
     rows = [
-        (e.key, e.namespace, e.parent, e.generation, e.start, len(e.ids) // 8, e.file_bytes, e.raw_bytes, e.seq,
+        (e.key, e.namespace, e.parent, e.generation, e.start, e.tokens, e.file_bytes, e.raw_bytes, e.seq,
          e.hits, e.created, e.used, e.keep)
         for e in added
     ]  # fmt: skip
@@ -249,15 +248,17 @@ def check_index(path: Path) -> int:
 
 
 def read_contents(connection: sqlite3.Connection) -> Contents:
-    """All of an index. Raises sqlite3.Error, or ValueError for what no index of ours says."""
-    contents = Contents(
-        [_entry(row) for row in connection.execute(_SELECT)],
-        dict(connection.execute("SELECT digest, model FROM namespace")),
-        {k: (o, c) for k, o, c in connection.execute("SELECT namespace, origin, classes FROM layers")},
-        dict(connection.execute("SELECT name, value FROM counter ORDER BY name")),
-        dict(connection.execute("SELECT day, bytes FROM written ORDER BY day")),
-        set(connection.execute("SELECT key, generation FROM gone")),
-    )
+    """All of an index, of one moment. Raises sqlite3.Error, or ValueError for what no index of ours says."""
+    with connection:  # ends the transaction
+        connection.execute("BEGIN")
+        contents = Contents(
+            read_entries(connection),
+            dict(connection.execute("SELECT digest, model FROM namespace")),
+            {k: (o, c) for k, o, c in connection.execute("SELECT namespace, origin, classes FROM layers")},
+            dict(connection.execute("SELECT name, value FROM counter ORDER BY name")),
+            dict(connection.execute("SELECT day, bytes FROM written ORDER BY day")),
+            set(connection.execute("SELECT key, generation FROM gone")),
+        )
     for table, kinds in (
         (contents.models, (bytes, str)), (contents.counters, (str, int)), (contents.written, (int, int))
     ):  # fmt: skip
@@ -268,20 +269,6 @@ def read_contents(connection: sqlite3.Connection) -> Contents:
     if not all(type(k) is bytes and len(k) == 32 and type(g) is int and g >= 0 for k, g in contents.gone):
         raise ValueError("a row of another type than its column's")
     return contents
-
-
-def _entry(row: Sequence[Any]) -> Entry:
-    """A row, if it is one that we could have written: a damaged page can hold anything."""
-    key, namespace, parent, generation, start, ids, *numbers = row
-    if not type(key) is type(namespace) is type(parent) is type(ids) is bytes:
-        raise ValueError("a key that is no bytes")
-    if not len(key) == len(namespace) == len(parent) == 32 or not ids or len(ids) % 8:
-        raise ValueError("a key of another length")
-    if not all(type(n) is int for n in (generation, start, *numbers)):
-        raise ValueError("a number that is none")
-    if generation < 0 or start < 0 or numbers[0] <= 0 or numbers[1] <= 0 or numbers[3] < 0:
-        raise ValueError("a number below what is possible")
-    return Entry(*row)
 
 
 def _check_files(path: Path) -> None:

@@ -33,7 +33,7 @@ class Sequence(NamedTuple):
     def tokens(self) -> int:
         """How many tokens it covers."""
         last = self.blocks[-1]
-        return last.start + len(last.ids) // 8
+        return last.start + last.tokens
 
     @property
     def file_bytes(self) -> int:

@@ -195,7 +195,7 @@ def below(catalog: Catalog, key: bytes) -> list[bytes]:
     """
     tokens = _tokens(catalog, key)
     end = len(tokens) // TOKEN_BYTES
-    ends = [e.key for e in catalog if e.start + len(e.ids) // TOKEN_BYTES == end]
+    ends = [e.key for e in catalog if e.start + e.tokens == end]
     twins = [k for k in ends if _tokens(catalog, k) == tokens]
     found: dict[bytes, None] = {}
     children: dict[bytes, list[bytes]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd_tier.blob import MAX_HEADER, BlobInfo, Block, decode_blob, read_info
+from ssd_tier.blob import BlobInfo, Block, decode_blob, read_info
 from ssd_tier.catalog import Entry
 from ssd_tier.errors import BlobDamaged
 from ssd_tier.files import Directory
@@ -16,7 +16,7 @@ def read_verified(directory: Directory, entry: Entry) -> BlobInfo:
 
     Raises `BlobDamaged` for a fault of the content and OSError for one of the machine.
     """
-    if entry.file_bytes > entry.raw_bytes + len(entry.ids) + MAX_HEADER:  # nothing is stored larger than it is
+    if entry.file_bytes > entry.most_bytes:
         raise BlobDamaged(f"{entry.file_bytes} bytes cannot hold {entry.raw_bytes}")
     info = read_info(directory.read(entry.key, entry.generation, entry.file_bytes))
     said = (info.key, info.namespace, info.parent, info.tokens, info.start, info.raw_bytes)

@@ -6,7 +6,6 @@ import contextlib
 import logging
 from typing import NamedTuple
 
-from ssd_tier.blob import MAX_HEADER
 from ssd_tier.catalog import Entry
 from ssd_tier.clock import now
 from ssd_tier.errors import IndexDamaged
@@ -51,19 +50,19 @@ def recover(directory: Directory) -> Recovered:
     temporary = directory.clear_temporary()
     removed = [(key, generation) for key, generation in contents.gone if _removed(directory, key, generation)]
     contents.gone -= set(removed)
-    rows = {(e.key, e.generation): e for e in contents.entries}
+    rows = {e.key: e for e in contents.entries}
     doomed: list[BlobFile] = []
     sound: set[bytes] = set()
     strays: list[BlobFile] = []
     for file in list(directory.blobs()):
-        entry = rows.get((file.key, file.generation))
-        if (file.key, file.generation) in contents.gone:
+        entry = rows.get(file.key)
+        if contents.gone and (file.key, file.generation) in contents.gone:
             doomed.append(file)
-        elif file in unread:
+        elif unread and file in unread:
             continue
-        elif entry is None:
+        elif entry is None or entry.generation != file.generation:
             strays.append(file)
-        elif file.nbytes == entry.file_bytes <= min(MAX_FILE, entry.raw_bytes + len(entry.ids) + MAX_HEADER):
+        elif file.nbytes == entry.file_bytes <= min(MAX_FILE, entry.most_bytes):
             sound.add(file.key)
         else:  # it holds something else
             _set_aside(directory, entry)
@@ -77,8 +76,9 @@ def recover(directory: Directory) -> Recovered:
     contents.entries = adopted.entries + [e for e in contents.entries if e.key in sound]
     contents.models = adopted.models | contents.models
     contents.layers = adopted.layers | contents.layers
+    moment = now()
     for entry in contents.entries:  # a clock that was ahead must not keep them for ever
-        entry.used = min(entry.used, now())
+        entry.used = min(entry.used, moment)
     return Recovered(contents, adopted, dropped, removed, doomed, unread, temporary, orphans, rebuilt)
 
 

@@ -8,7 +8,6 @@ import logging
 import sqlite3
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +23,11 @@ from ssd_tier.reader import read_block
 from ssd_tier.recovery import recover
 from ssd_tier.spill import Listener, SpillQueue
 from ssd_tier.store import Store
+from ssd_tier.workers import READERS, WRITERS, workers
 from ssd_tier.writer import Writer
 
 log = logging.getLogger("ssd_tier")
 
-READERS = 4  # threads: two wait for the disk while two decode
-WRITERS = 2
 FAULTS = 8  # reads in a row that failed twice each, before the disk is left alone
 SAVE_EVERY = 30.0  # seconds between looks at the budget, and writes of recency when nothing else is written
 
@@ -90,8 +88,8 @@ class SSDTier:
         options = self.options
         self._loop = asyncio.get_running_loop()
         self._listener = listener
-        self._readers = ThreadPoolExecutor(READERS, "tiered-cache-read")
-        self._writers = ThreadPoolExecutor(WRITERS, "tiered-cache-write")
+        self._readers = workers(READERS, "tiered-cache-read")
+        self._writers = workers(WRITERS, "tiered-cache-write")
         index = None
         try:
             index = await Index.open(self._directory.index_path, options.durability)

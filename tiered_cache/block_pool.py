@@ -70,7 +70,7 @@ class BlockPool(Residency):
         if parent is None and entry.parent == entry.namespace:
             parent = self.tree.root(entry.namespace)
         if parent and parent.start + parent.tokens == entry.start:
-            self.tree.insert(parent, entry.ids, entry.key).entry = entry
+            self.tree.place(parent, entry)
 
     def _detach(self) -> None:
         """Nothing waits for an SSD any more, and nothing is there."""

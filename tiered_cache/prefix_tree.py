@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from ssd_tier.keys import TOKEN_BYTES, chain_key
+from ssd_tier.keys import TOKEN_BYTES, chain_key, pack_ids, unpack_ids
 
 if TYPE_CHECKING:
     from ssd_tier import Block, Entry
@@ -38,19 +39,20 @@ class Node:
     """One block of a chain, or a namespace's root (which has no state)."""
 
     __slots__ = (
-        "block", "children", "classes", "declined", "ends", "entry", "evictions", "failed", "gone", "hint", "ids",
-        "is_checkpoints", "key", "layout", "parent", "pins", "queued", "replaces", "resident", "root", "seen",
+        "block", "children", "classes", "declined", "ends", "entry", "evictions", "failed", "gone", "hint",
+        "is_checkpoints", "key", "layout", "packed", "parent", "pins", "queued", "replaces", "resident", "root", "seen",
         "sequences", "start", "tokens",
     )  # fmt: skip
 
-    def __init__(self, key: bytes, parent: Node | None, ids: bytes) -> None:
+    def __init__(self, key: bytes, parent: Node | None, packed: bytes, tokens: int) -> None:
+        """`packed`: so many token ids, as `pack_ids` gives them."""
         self.key = key
         self.parent = parent
         self.root: Node = parent.root if parent else self
-        self.ids = ids
         self.start: int = parent.start + parent.tokens if parent else 0  # tokens before it
-        self.tokens: int = len(ids) // TOKEN_BYTES
-        self.children = Children()
+        self.tokens: int = tokens
+        self.packed = packed
+        self.children: Children = NO_CHILDREN
         self.block: Block | None = None  # in RAM
         self.queued = False  # and waits for the SSD
         self.entry: Entry | None = None  # on the SSD
@@ -62,13 +64,18 @@ class Node:
         self.replaces: tuple[bytes, ...] = ()  # keys on the SSD that are of no use once this one is there
         self.pins = 0
         self.ends = False  # a stored sequence ends here
-        self.resident = Children()  # those of the children that are in RAM
+        self.resident: Children = NO_CHILDREN  # those of the children that are in RAM
         # On a root only, for its whole namespace:
         self.classes = ""  # the tree of the model's layers
         self.is_checkpoints = False  # its children are checkpoints, not blocks
         self.layout: object = None  # what the state of every block looks like, once one has been seen
         self.sequences = 0  # that end in RAM
         self.evictions = 0
+
+    @property
+    def ids(self) -> bytes:
+        """The block's token ids, int64, little-endian."""
+        return unpack_ids(self.packed, self.tokens)
 
     def path(self) -> list[Node]:
         """From the sequence's first block to this one."""
@@ -95,46 +102,48 @@ def block_bytes(nodes: Iterable[Node]) -> int:
     return sum(n.block.nbytes for n in nodes if n.block)
 
 
-class Children:
-    """A node's children, by token ids in byte order."""
+class Children(list[Node]):
+    """Nodes of one parent, by token ids in byte order. Most nodes have none for ever: these share an empty one, so
+    `plus` and `minus` say what to hold from then on.
+    """
 
-    __slots__ = ("_ids", "_nodes")
+    __slots__ = ()
 
-    def __init__(self) -> None:
-        self._ids: list[bytes] = []
-        self._nodes: list[Node] = []
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter(self._nodes)
+    def _place(self, ids: bytes) -> int:
+        return bisect_left(self, ids, key=_ids_of)  # each look at a child unpacks its ids: a microsecond
 
     def get(self, ids: bytes) -> Node | None:
         """The child of exactly these tokens."""
-        i = bisect_left(self._ids, ids)
-        return self._nodes[i] if i < len(self._ids) and self._ids[i] == ids else None
+        i = self._place(ids) if len(self) > 1 else 0
+        return self[i] if i < len(self) and self[i].ids == ids else None
 
-    def add(self, node: Node) -> None:
-        """Insert a node that is not there yet."""
-        i = bisect_left(self._ids, node.ids)
-        self._ids.insert(i, node.ids)
-        self._nodes.insert(i, node)
+    def plus(self, node: Node) -> Children:
+        """These with a node that is not among them."""
+        if not self:
+            return Children((node,))
+        self.insert(self._place(node.ids), node)
+        return self
 
-    def remove(self, node: Node) -> None:
-        """Take a node out."""
-        i = bisect_left(self._ids, node.ids)
-        del self._ids[i], self._nodes[i]
+    def minus(self, node: Node) -> Children:
+        """These without one of them."""
+        if len(self) == 1:
+            return NO_CHILDREN
+        del self[self._place(node.ids)]
+        return self
 
     def nearest(self, ids: bytes, usable: Callable[[Node], bool]) -> tuple[Node | None, int]:
         """The usable child that shares most tokens with `ids`, and how many; (None, 0) where none shares any."""
-        i = bisect_left(self._ids, ids)
-        best, common = None, 0
+        i = self._place(ids) if len(self) > 1 else 0
+        best: Node | None = None
+        common = 0
         for step, j in ((1, i), (-1, i - 1)):
             # Away from the place of `ids` the common part only shrinks.
-            while 0 <= j < len(self._ids) and (n := common_tokens(self._ids[j], ids)) > common:
-                if usable(self._nodes[j]):
-                    best, common = self._nodes[j], n
+            while 0 <= j < len(self) and TOKEN_BYTES * common < len(ids):
+                n = common_tokens(self[j].ids, ids)
+                if n <= common:
+                    break
+                if usable(self[j]):
+                    best, common = self[j], n
                     break
                 j += step
         return best, common
@@ -150,18 +159,22 @@ class Children:
         """The longest child that is a proper prefix of `ids`."""
         probe = ids
         while probe:
-            i = bisect_left(self._ids, probe)
+            i = self._place(probe)
             # What sorts just before `probe`, or `probe` itself once it has been cut.
-            if i < len(self._ids) and self._ids[i] == probe and probe != ids:
-                return self._nodes[i]
+            if i < len(self) and self[i].ids == probe and probe != ids:
+                return self[i]
             if i == 0:
                 return None
-            before = self._ids[i - 1]
+            before = self[i - 1].ids
             common = common_tokens(before, probe) * TOKEN_BYTES
             if common == len(before):
-                return self._nodes[i - 1]
+                return self[i - 1]
             probe = probe[:common]
         return None
+
+
+_ids_of = attrgetter("ids")
+NO_CHILDREN = Children()
 
 
 class Match(NamedTuple):
@@ -183,7 +196,7 @@ class PrefixTree:
         """The namespace's root, made where it is not there yet."""
         node = self.roots.get(namespace)
         if node is None:
-            node = self.roots[namespace] = Node(namespace, None, b"")
+            node = self.roots[namespace] = Node(namespace, None, b"", 0)
         return node
 
     def match(
@@ -228,13 +241,21 @@ class PrefixTree:
             node = child
         return nodes
 
-    def insert(self, parent: Node, ids: bytes, key: bytes | None = None) -> Node:
+    def insert(self, parent: Node, ids: bytes) -> Node:
         """The child of these tokens, made where it is not there yet."""
-        node = parent.children.get(ids)
-        if node is None:
-            node = Node(key or chain_key(parent.root.key, parent.key, ids), parent, ids)
-            parent.children.add(node)
-            self.nodes[node.key] = node
+        return parent.children.get(ids) or self._add(
+            Node(chain_key(parent.root.key, parent.key, ids), parent, pack_ids(ids), len(ids) // TOKEN_BYTES)
+        )
+
+    def place(self, parent: Node, entry: Entry) -> None:
+        """Note that a child is on the SSD; it is made where it is not there yet."""
+        node = self.nodes.get(entry.key) or self._add(Node(entry.key, parent, entry.packed, entry.tokens))
+        node.entry = entry
+
+    def _add(self, node: Node) -> Node:
+        assert node.parent
+        node.parent.children = node.parent.children.plus(node)
+        self.nodes[node.key] = node
         return node
 
     def prune(self, node: Node) -> None:
@@ -242,7 +263,7 @@ class PrefixTree:
         while node.parent and self.nodes.get(node.key) is node:
             if node.block or node.entry or node.pins or len(node.children):
                 break
-            node.parent.children.remove(node)
+            node.parent.children = node.parent.children.minus(node)
             del self.nodes[node.key]
             node = node.parent
 

@@ -121,7 +121,7 @@ class Residency:
             node.block = block
             node.gone = False
             if node.parent:
-                node.parent.resident.add(node)
+                node.parent.resident = node.parent.resident.plus(node)
             self._order[node] = None
             for n in reversed(node.path()):  # what hangs on a block is never more recent than it
                 if n.block:
@@ -138,7 +138,7 @@ class Residency:
         self._dirty.pop(node, None)
         node.block = None
         if node.parent:
-            node.parent.resident.remove(node)
+            node.parent.resident = node.parent.resident.minus(node)
         self.tree.prune(node)
 
     def _let_go(self, node: Node, nbytes: int) -> None:

@@ -1,10 +1,12 @@
 """All measurements, by the names that `python -m bench` takes."""
 
 from bench import peers
+from bench.measure.agents import written
 from bench.measure.conversations import conversations
 from bench.measure.files import compression, spilling
+from bench.measure.first_token import first_token
 from bench.measure.looking_up import look_up, ssd_look_up
-from bench.measure.memory import eviction, next_turn, sharing
+from bench.measure.memory import eviction, next_turn, promotion_peak, sharing
 from bench.measure.opening import opening
 from bench.measure.promotion import pauses, promotion
 from bench.measure.replay import replay
@@ -16,10 +18,13 @@ MEASUREMENTS: dict[str, Measurement] = {
     "next_turn": next_turn,
     "sharing": sharing,
     "conversations": conversations,
+    "written": written,
+    "first_token": first_token,
     "look_up": look_up,
     "ssd_look_up": ssd_look_up,
     "opening": opening,
     "promotion": promotion,
+    "peak": promotion_peak,
     "pauses": pauses,
     "spilling": spilling,
     "replay": replay,

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import resource
+import sys
+import threading
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -88,3 +93,38 @@ def sharing(folder: Path, options: Options) -> list[Result]:
     value = f"{resident / distinct:.3f} by our account, {grown / distinct:.3f} by the process's growth"
     what = "RAM for ten sequences that share 8k of 10k tokens / distinct bytes"
     return [Result("sharing", what, value, "<= 1.15", ratio <= 1.15, figures)]
+
+
+def promotion_peak(folder: Path, options: Options) -> list[Result]:
+    """What the process grows by at most while 192 MiB come back, until they are in RAM, and with the host's state.
+
+    Another process has written them: nothing is left over that memory could be taken from.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        nbytes = process.submit(_write, folder).result()
+    with TieredCache.open(config(folder), model=Shapes()) as cache:
+        before = psutil.Process().memory_info().rss
+        promotion = cache.promote(tokens_for(2048, 1))
+        assert promotion
+        ready = threading.Event()
+        promotion.add_done_callback(lambda _: ready.set())
+        assert ready.wait(60)
+        in_ram = (_peak() - before) / nbytes
+        state, _ = promotion.result(0)
+        assert state
+        with_state = (_peak() - before) / nbytes
+    figures = {"in_ram": in_ram, "with_state": with_state}
+    value = f"{in_ram:.2f} until it is in RAM, {with_state:.2f} with the host's own state"
+    return [Result("peak", "peak memory of promoting 192 MiB / its bytes", value, "<= 1.3", in_ram <= 1.3, figures)]
+
+
+def _write(folder: Path) -> int:
+    state = realistic()
+    with TieredCache.open(config(folder), model=Shapes()) as cache:
+        assert cache.store(tokens_for(2048, 1), state)
+    return layers.read_state(state, 2048).layout.token_bytes * 2048
+
+
+def _peak() -> int:
+    """The most RAM that this process has had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

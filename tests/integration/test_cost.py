@@ -7,6 +7,7 @@ import time
 import pytest
 
 from ssd_tier.files import Directory
+from ssd_tier.workers import READERS
 from tests.models import random_tokens, same_state
 from tests.states import ShapeOnlyModel, state_of
 from tiered_cache import TieredCache
@@ -66,13 +67,14 @@ def test_a_disk_that_turns_slow_costs_no_more_than_computing_would(stored, make_
     """What has arrived by then is kept, and of use."""
     with TieredCache.open(make_config(), model=MODEL) as cache:
         cache.prefilled(1536, 0.8)  # 256 tokens in 0.13 s
-        slow(monkeypatch, 0.5)  # and four at a time are read
+        slow(monkeypatch, 0.5)  # for as many as are read at a time
+        arrived = 256 * READERS
         begun = time.monotonic()
         state, remaining = cache.promote(TOKENS).result(20)
         assert time.monotonic() - begun < 1.3
         assert state
-        assert len(remaining) == 1536 - 1024
-        assert same_state(state, state_of(TOKENS), 1024)
+        assert len(remaining) == 1536 - arrived
+        assert same_state(state, state_of(TOKENS), arrived)
         assert cache.stats()["promotion"]["lost_deadline"] == 1
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ssd_tier.keys import chain_key
-from tiered_cache.prefix_tree import Children, Node, PrefixTree, token_bytes
+from ssd_tier.keys import chain_key, pack_ids
+from tiered_cache.prefix_tree import NO_CHILDREN, Children, Node, PrefixTree, token_bytes
 
 NAMESPACE = b"n" * 32
 IDS = [0, 2**31, 2**32, -(2**59), 2**63 - 1, 1, -1]
@@ -109,13 +109,13 @@ def test_of_all_children_the_nearest_and_the_longest_prefix_are_found(seed):
     rng = random.Random(seed)
     alphabet = rng.sample(IDS, 2 + seed % 3)
     for _ in range(60):
-        children = Children()
+        children = NO_CHILDREN
         chunks = {tuple(rng.choices(alphabet, k=rng.randrange(1, 9))) for _ in range(rng.randrange(12))}
-        nodes = {c: Node(str(c).encode(), None, token_bytes(c)) for c in chunks}
+        nodes = {c: Node(str(c).encode(), None, pack_ids(token_bytes(c)), len(c)) for c in chunks}
         for chunk in chunks:  # in no order
-            children.add(nodes[chunk])
+            children = children.plus(nodes[chunk])
         for gone in rng.sample(sorted(chunks), len(chunks) // 4):
-            children.remove(nodes.pop(gone))
+            children = children.minus(nodes.pop(gone))
         visible = [c for c in nodes if rng.random() < 0.6]
         for _ in range(20):
             ids = tuple(rng.choices(alphabet, k=rng.randrange(1, 9)))
@@ -176,7 +176,7 @@ def cost_ratio(prefix: int, all_hidden: bool = False) -> float:
         for chunk in tree.chunks(token_bytes(head + end)):
             node = tree.insert(node, chunk)
             if node.parent and node.start < whole:
-                node.parent.resident.add(node)  # in RAM; what hangs below is on the SSD alone
+                node.parent.resident = node.parent.resident.plus(node)  # in RAM; what hangs below is on the SSD alone
             parent = node if node.start + node.tokens == whole else parent
         while len(parent.children) <= siblings:
             tree.insert(parent, token_bytes(head[whole:] + rng.choices(range(50_000), k=256 + whole - prefix)))

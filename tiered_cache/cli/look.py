@@ -71,7 +71,7 @@ def show(
         {
             "key": b.key.hex(),
             "start": b.start,
-            "tokens": len(b.ids) // 8,
+            "tokens": b.tokens,
             "file_bytes": b.file_bytes,
             "raw_bytes": b.raw_bytes,
             "hits": b.hits,
