@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+VLLM := .venv-vllm
 PEERS := .venv-peers
 # What an older mlx-lm could break: the layers, their storage, and every model it has.
 OLDEST_TESTS := tests/unit/test_layers.py tests/unit/test_layer_kinds.py tests/unit/test_memory_cache.py \
 	tests/integration/test_two_tiers.py tests/slow/test_zoo.py
 
-.PHONY: demo test unit integration coverage faults slow oldest lint bench clean
+.PHONY: demo test unit integration coverage faults slow oldest vllm lint bench clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tiered-cache needs Python 3.11 or newer; run: make PYTHON=python3.11")'
@@ -24,7 +25,7 @@ $(VENV)/demo-model: $(VENV)/ready
 demo: $(VENV)/demo-model  ## the main job on a real model; DEMO="--quick" for a short one
 	$(BIN)/tiered-cache demo $(DEMO)
 
-test: lint coverage faults slow oldest  ## everything that must pass
+test: lint coverage faults slow oldest vllm  ## everything that must pass
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -56,9 +57,21 @@ $(OLDEST)/ready: pyproject.toml
 oldest: $(OLDEST)/ready
 	$(OLDEST)/bin/python -m pytest -q -m "slow or not slow" $(OLDEST_TESTS)
 
+# vllm-mlx on our tiers, in an environment of its own: without its dependencies, a web server and vision models, but
+# with the mlx-lm it asks for, and the one package that its engine imports besides.
+$(VLLM)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' \
+		'mlx-lm>=0.31.3,<0.32' jsonschema
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'vllm-mlx==0.6.0'
+	touch $@
+
+vllm: $(VLLM)/ready
+	$(VLLM)/bin/python -m pytest -q -m vllm tests/vllm
+
 # Beside what others measure in an environment of their own; BENCH="--quick", or "--full --traces DIR --page DIR".
 bench: $(VENV)/demo-model
 	$(BIN)/python -m bench $(BENCH)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache

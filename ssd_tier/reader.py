@@ -8,6 +8,7 @@ from ssd_tier.blob import BlobInfo, Block, decode_blob, read_info
 from ssd_tier.catalog import Entry
 from ssd_tier.errors import BlobDamaged
 from ssd_tier.files import Directory
+from ssd_tier.workers import decoding
 
 
 def read_verified(directory: Directory, entry: Entry) -> BlobInfo:
@@ -29,7 +30,8 @@ def read_block(directory: Directory, entry: Entry) -> Block:
     """Read, verify and decode one block, in one read. Blocks, and raises, as `read_verified`."""
     info = read_verified(directory, entry)
     data = np.empty(info.raw_bytes, np.uint8)
-    decode_blob(info, data)
+    with decoding:
+        decode_blob(info, data)
     return Block(
         key=info.key,
         namespace=info.namespace,

@@ -8,8 +8,10 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-READERS = min(4, max(2, os.cpu_count() or 2))  # more than the cores would only make other threads wait
+_CODERS = min(4, max(2, os.cpu_count() or 2))  # more than the cores would only make other threads wait
+READERS = _CODERS + 1  # one waits for the disk while the others decode
 WRITERS = 2
+decoding = threading.Semaphore(_CODERS)
 _NICE = 10  # a thread that wakes up runs at once, whatever these are doing
 
 

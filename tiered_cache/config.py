@@ -116,7 +116,7 @@ class RamSection(_Frozen):
     max_memory: DetectedSize = _key(None, 'RAM to use, like "8GB". Detected: max_memory_percent, at least 100 MiB.')
     max_memory_percent: float = _key(0.2, "Share of the available RAM. Set this or max_memory, not both.", gt=0, le=1)
     max_entries: int = _key(1000, "Most sequences to keep in RAM.", ge=1)
-    min_prefix_tokens: int = _key(128, "Shorter sequences are neither stored nor matched.", ge=1)
+    min_prefix_tokens: int = _key(32, "Shorter sequences are neither stored nor matched.", ge=1)
     kv_quantize: bool = _key(False, "Store keys and values quantized: less RAM and disk, and answers may differ.")
     kv_bits: Literal[2, 3, 4, 5, 6, 8] = _key(8, "Bits per quantized value.")
     kv_group_size: Literal[32, 64, 128] = _key(64, "Quantized values that share one scale.")

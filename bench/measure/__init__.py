@@ -10,6 +10,7 @@ from bench.measure.memory import eviction, next_turn, promotion_peak, sharing
 from bench.measure.opening import opening
 from bench.measure.promotion import pauses, promotion
 from bench.measure.replay import replay
+from bench.measure.serving import serving
 from bench.result import Measurement
 
 MEASUREMENTS: dict[str, Measurement] = {
@@ -27,6 +28,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "peak": promotion_peak,
     "pauses": pauses,
     "spilling": spilling,
+    "serving": serving,
     "replay": replay,
     "peers": peers.compare,
 }

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 # From the top of the house to its cellar; a room may import rooms below it, and its neighbours of the same line.
 ROOMS = [
     ["tiered_cache.cli"],
+    ["tiered_cache.integrations"],
     ["tiered_cache.demo"],
     ["tiered_cache.traffic"],
     ["tiered_cache.engine", "tiered_cache.simulation"],
@@ -36,13 +37,14 @@ ROOMS = [
     ["ssd_tier.store", "ssd_tier.rebuild"],
     ["ssd_tier.budget", "ssd_tier.spill"],
     ["ssd_tier.index"],
-    ["ssd_tier.migrations", "ssd_tier.catalog"],
+    ["ssd_tier.migrations", "ssd_tier.rows"],
+    ["ssd_tier.catalog"],
     ["ssd_tier.blob"],
     ["ssd_tier.files", "ssd_tier.codec"],
     ["ssd_tier.folders"],
     ["ssd_tier.claim"],
     ["ssd_tier.keys", "ssd_tier.leaf_first", "ssd_tier.buffers", "ssd_tier.clock", "ssd_tier.admission"],
-    ["ssd_tier.errors", "ssd_tier.breaker"],
+    ["ssd_tier.errors", "ssd_tier.breaker", "ssd_tier.workers"],
 ]
 LEVEL = {room: len(ROOMS) - i for i, level in enumerate(ROOMS) for room in level}
 PACKAGES = {"tiered_cache": LEVEL["tiered_cache.engine"], "ssd_tier": LEVEL["ssd_tier.tier"]}
@@ -91,7 +93,8 @@ def users_of(library: str) -> set[str]:
 
 def test_mlx_has_one_home():
     """Arrays are touched by these; `layer_tree` and `engine` know classes of layers, `snapshot` mlx-lm's own files."""
-    inside = {m for lib in ("mlx", "mlx_lm") for m in users_of(lib) if not m.startswith("tiered_cache.demo")}
+    hosts = ("tiered_cache.demo", "tiered_cache.integrations")
+    inside = {m for lib in ("mlx", "mlx_lm") for m in users_of(lib) if not m.startswith(hosts)}
     names = "layers attributes layer_kinds layer_tree cache_helpers pricing snapshot fingerprint engine"
     assert inside == {f"tiered_cache.{name}" for name in names.split()}
     engine = imports(ROOT / "tiered_cache" / "engine.py")
@@ -100,7 +103,7 @@ def test_mlx_has_one_home():
 
 def test_sqlite_has_one_home():
     assert users_of("aiosqlite") == {"ssd_tier.index"}
-    inside = "ssd_tier.index ssd_tier.migrations ssd_tier.store ssd_tier.tier ssd_tier.errors"
+    inside = "ssd_tier.index ssd_tier.migrations ssd_tier.rows ssd_tier.store ssd_tier.tier ssd_tier.errors"
     assert users_of("sqlite3") <= set(inside.split())
 
 

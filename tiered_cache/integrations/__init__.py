@@ -1,0 +1,1 @@
+"""The cache under the interfaces of programs that bring one of their own."""
