@@ -69,8 +69,12 @@ $(VLLM)/ready: pyproject.toml
 vllm: $(VLLM)/ready
 	$(VLLM)/bin/python -m pytest -q -m vllm tests/vllm
 
+$(VENV)/plots: $(VENV)/demo-model
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,bench]'
+	touch $@
+
 # Beside what others measure in an environment of their own; BENCH="--quick", or "--full --traces DIR --page DIR".
-bench: $(VENV)/demo-model
+bench: $(VENV)/plots
 	$(BIN)/python -m bench $(BENCH)
 
 clean:

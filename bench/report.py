@@ -171,4 +171,13 @@ def plot(folder: Path, by_key: dict[str, Result]) -> tuple[list[str], str | None
                 bars[peer] = other.figures["load_ms"]
         axes.bar(list(bars), list(bars.values()))
         save("promotion.png", axes, "192 MiB from a cold page cache", "ms")
+    turns = {key.removeprefix("serving_"): r.figures for key, r in by_key.items() if key.startswith("serving_")}
+    if turns:
+        axes = pyplot.subplots(figsize=(6, 4))[1]
+        places = range(len(turns))
+        axes.bar([p - 0.2 for p in places], [f["stock_s"] for f in turns.values()], 0.4, label="mlx_lm.server")
+        axes.bar([p + 0.2 for p in places], [f["ours_s"] for f in turns.values()], 0.4, label="tiered-cache serve")
+        axes.set_xticks(list(places), [f"{name} turn" if name != "after" else "after a restart" for name in turns])
+        axes.legend()
+        save("serving.png", axes, "first token over HTTP, SmolLM2-135M on two CPU cores", "seconds")
     return written, None

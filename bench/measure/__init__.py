@@ -8,7 +8,8 @@ from bench.measure.first_token import first_token
 from bench.measure.looking_up import look_up, ssd_look_up
 from bench.measure.memory import eviction, next_turn, promotion_peak, sharing
 from bench.measure.opening import opening
-from bench.measure.promotion import pauses, promotion
+from bench.measure.pauses import pauses
+from bench.measure.promotion import promotion
 from bench.measure.replay import replay
 from bench.measure.serving import serving
 from bench.result import Measurement
