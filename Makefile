@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 PEERS := .venv-peers
 # What an older mlx-lm could break: the layers, their storage, and every model it has.
 OLDEST_TESTS := tests/unit/test_layers.py tests/unit/test_layer_kinds.py tests/unit/test_memory_cache.py \
-	tests/integration/test_two_tiers.py tests/slow/test_zoo.py
+	tests/integration/test_two_tiers.py tests/integration/test_prompt_cache.py tests/slow/test_zoo.py
 
 .PHONY: demo test unit integration coverage faults slow oldest vllm lint bench clean
 

@@ -13,6 +13,7 @@ from ssd_tier.index import DatabaseError
 from tiered_cache.cli import configure, look, mend
 from tiered_cache.cli.doctor import doctor
 from tiered_cache.cli.options import Json
+from tiered_cache.cli.serve import PASSED_ON, serve
 from tiered_cache.cli.simulate import simulate
 from tiered_cache.config import ConfigError
 from tiered_cache.simulation import TraceError
@@ -30,6 +31,7 @@ app.command()(mend.rm)
 app.command()(mend.clear)
 app.command()(doctor)
 app.command()(simulate)
+app.command(context_settings=PASSED_ON)(serve)
 app.add_typer(config_app, name="config")
 config_app.command()(configure.init)
 config_app.command()(configure.show)
