@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
-VLLM := .venv-vllm
 PEERS := .venv-peers
 # What an older mlx-lm could break: the layers, their storage, and every model it has.
 OLDEST_TESTS := tests/unit/test_layers.py tests/unit/test_layer_kinds.py tests/unit/test_memory_cache.py \
@@ -48,26 +47,19 @@ faults: $(VENV)/ready
 slow: $(VENV)/demo-model
 	$(BIN)/python -m pytest -q -m slow tests/slow
 
-# The oldest mlx-lm that pyproject.toml allows, in an environment of its own.
-$(OLDEST)/ready: pyproject.toml
+# The oldest mlx-lm that pyproject.toml allows, in an environment of its own; it is also the one that vllm-mlx asks for.
+# That comes without its dependencies, a web server and vision models, but with the one package its engine imports besides.
+$(OLDEST)/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' 'mlx-lm==0.31.3'
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' 'mlx-lm==0.31.3' jsonschema
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'vllm-mlx==0.6.0'
 	touch $@
 
 oldest: $(OLDEST)/ready
 	$(OLDEST)/bin/python -m pytest -q -m "slow or not slow" $(OLDEST_TESTS)
 
-# vllm-mlx on our tiers, in an environment of its own: without its dependencies, a web server and vision models, but
-# with the mlx-lm it asks for, and the one package that its engine imports besides.
-$(VLLM)/ready: pyproject.toml
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' \
-		'mlx-lm>=0.31.3,<0.32' jsonschema
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'vllm-mlx==0.6.0'
-	touch $@
-
-vllm: $(VLLM)/ready
-	$(VLLM)/bin/python -m pytest -q -m vllm tests/vllm
+vllm: $(OLDEST)/ready  ## vllm-mlx's own engine on our tiers
+	$(OLDEST)/bin/python -m pytest -q -m vllm tests/vllm
 
 $(VENV)/plots: $(VENV)/demo-model
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,bench]'
@@ -78,4 +70,4 @@ bench: $(VENV)/plots
 	$(BIN)/python -m bench $(BENCH)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VLLM) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 
 from ssd_tier.blob import BlobInfo, Block, decode_blob, read_info
 from ssd_tier.catalog import Entry
 from ssd_tier.errors import BlobDamaged
 from ssd_tier.files import Directory
-from ssd_tier.workers import decoding
 
 
 def read_verified(directory: Directory, entry: Entry) -> BlobInfo:
@@ -26,11 +27,12 @@ def read_verified(directory: Directory, entry: Entry) -> BlobInfo:
     return info
 
 
-def read_block(directory: Directory, entry: Entry) -> Block:
-    """Read, verify and decode one block, in one read. Blocks, and raises, as `read_verified`."""
+def read_block(directory: Directory, entry: Entry, turn: AbstractContextManager[object] | None = None) -> Block:
+    """Read, verify and decode one block, in one read. `turn` is held while it is decoded. Blocks, and raises, as
+    `read_verified`."""
     info = read_verified(directory, entry)
     data = np.empty(info.raw_bytes, np.uint8)
-    with decoding:
+    with turn or nullcontext():
         decode_blob(info, data)
     return Block(
         key=info.key,

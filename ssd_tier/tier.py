@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from ssd_tier.reader import read_block
 from ssd_tier.recovery import recover
 from ssd_tier.spill import Listener, SpillQueue
 from ssd_tier.store import Store
-from ssd_tier.workers import READERS, WRITERS, workers
+from ssd_tier.workers import CODERS, READERS, WRITERS, workers
 from ssd_tier.writer import Writer
 
 log = logging.getLogger("ssd_tier")
@@ -75,6 +76,7 @@ class SSDTier:
         self.counters["orphans_removed"] = self._recovered.orphans + self._recovered.temporary
         self.counters["files_adopted"] = len(self._recovered.adopted.entries)
         self.counters["lost_missing"] = len(self._recovered.dropped)
+        self._decoding = threading.Semaphore(CODERS)
         self._touches: deque[tuple[Sequence[bytes], bool]] = deque()
         self._touch_due = False
         self._closed = False
@@ -226,12 +228,12 @@ class SSDTier:
         if not wanted():
             return None
         try:
-            return read_block(self._directory, entry)
+            return read_block(self._directory, entry, self._decoding)
         except FileNotFoundError:
             raise
         except OSError:
             self.counters["read_again"] += 1
-            return read_block(self._directory, entry)
+            return read_block(self._directory, entry, self._decoding)
 
     def expect(self, keys: Sequence[bytes]) -> None:
         """The order of use, least recent first, of blocks that are here or about to come. Loop thread."""

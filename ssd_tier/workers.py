@@ -8,11 +8,10 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-_CODERS = min(4, max(2, os.cpu_count() or 2))  # more than the cores would only make other threads wait
-READERS = _CODERS + 1  # one waits for the disk while the others decode
+CODERS = min(4, os.cpu_count() or 1)  # that decode at once: more would only make other threads wait
+READERS = CODERS + 1  # one waits for the disk while the others decode
 WRITERS = 2
-decoding = threading.Semaphore(_CODERS)
-_NICE = 10  # a thread that wakes up runs at once, whatever these are doing
+_NICE = 10  # beyond what the host has: a thread of its own that wakes up runs at once, whatever these are doing
 
 
 def workers(count: int, name: str) -> ThreadPoolExecutor:
@@ -23,4 +22,5 @@ def workers(count: int, name: str) -> ThreadPoolExecutor:
 def _step_back() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)

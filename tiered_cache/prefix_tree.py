@@ -110,7 +110,7 @@ class Children(list[Node]):
     __slots__ = ()
 
     def _place(self, ids: bytes) -> int:
-        return bisect_left(self, ids, key=_ids_of)  # each look at a child unpacks its ids: a microsecond
+        return bisect_left(self, ids, key=_ids_of)  # each look at a block unpacks its ids: a microsecond
 
     def get(self, ids: bytes) -> Node | None:
         """The child of exactly these tokens."""
@@ -126,9 +126,11 @@ class Children(list[Node]):
 
     def minus(self, node: Node) -> Children:
         """These without one of them."""
+        i = self._place(node.ids) if len(self) > 1 else 0
+        assert self[i] is node
         if len(self) == 1:
             return NO_CHILDREN
-        del self[self._place(node.ids)]
+        del self[i]
         return self
 
     def nearest(self, ids: bytes, usable: Callable[[Node], bool]) -> tuple[Node | None, int]:
@@ -244,13 +246,22 @@ class PrefixTree:
     def insert(self, parent: Node, ids: bytes) -> Node:
         """The child of these tokens, made where it is not there yet."""
         return parent.children.get(ids) or self._add(
-            Node(chain_key(parent.root.key, parent.key, ids), parent, pack_ids(ids), len(ids) // TOKEN_BYTES)
+            Node(chain_key(parent.root.key, parent.key, ids), parent, self._packed(ids), len(ids) // TOKEN_BYTES)
         )
 
     def place(self, parent: Node, entry: Entry) -> None:
         """Note that a child is on the SSD; it is made where it is not there yet."""
-        node = self.nodes.get(entry.key) or self._add(Node(entry.key, parent, entry.packed, entry.tokens))
+        node = self.nodes.get(entry.key)
+        if node is None:
+            whole = entry.tokens > self.block_tokens
+            node = self._add(Node(entry.key, parent, entry.ids if whole else entry.packed, entry.tokens))
+        elif entry.packed == node.packed:
+            entry.packed = node.packed  # once in RAM
         node.entry = entry
+
+    def _packed(self, ids: bytes) -> bytes:
+        """Not those of a checkpoint: there are few, and unpacking all of a sequence takes its time."""
+        return pack_ids(ids) if len(ids) <= self.block_tokens * TOKEN_BYTES else ids
 
     def _add(self, node: Node) -> Node:
         assert node.parent

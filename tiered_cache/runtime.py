@@ -102,8 +102,8 @@ def _uncollected() -> Iterator[None]:
     """Without the garbage collector, which takes a quarter of the time in which an index of many blocks is read, and
     finds nothing: all that is made there stays."""
     was_on = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_on:

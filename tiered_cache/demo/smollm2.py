@@ -188,4 +188,6 @@ def _build_tokenizer(meta: dict[str, Any]) -> TokenizerWrapper:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or (Path(sys.argv[1]) / "config.json").exists():
+        sys.exit("usage: python -m tiered_cache.demo.smollm2 DIR, where DIR holds no model yet")
     print(export_smollm2(Path(sys.argv[1])))
