@@ -203,6 +203,8 @@ class RamTier:
         go, never written to the SSD), "keep" for what goes after all else, in both tiers. Never raises for what a model
         hands it. Model's thread.
         """
+        if hint not in HINTS:
+            raise ValueError(f'hint must be "drop", "normal" or "keep", not {hint!r}')
         try:
             ids = token_bytes(tokens)
         except (OverflowError, TypeError) as e:

@@ -169,10 +169,10 @@ def test_figures_and_limits(make, llama):
     assert len(cache) == 3
     assert cache.nbytes == 3 * 100 * 2 * 2 * 64 * 2
     assert cache.stats_by_type()["ram"] == {"n_sequences": 3, "n_bytes": cache.nbytes}
-    assert cache.stats_by_type()["ssd"]["n_sequences"] == 0
+    assert cache.stats_by_type()["ssd, in blocks"]["n_sequences"] == 0
     cache.log_cache_stats()
     assert cache.flush(20)
-    assert cache.stats_by_type()["ssd"]["n_sequences"] == 3
+    assert cache.stats_by_type()["ssd, in blocks"]["n_sequences"] == 3
     cache.trim_to(n_bytes=cache.nbytes // 2)
     assert 0 < cache.nbytes <= 3 * 100 * 512 // 2
     cache.trim_to(n_sequences=0, n_bytes=-5)

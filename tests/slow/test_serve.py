@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,49 +16,18 @@ import pytest
 from tests.served import (
     SYSTEM,
     Answer,
-    Client,
     Messages,
     Served,
     chat,
     flushed,
-    free_port,
     longest_gap,
     prompts,
-    refusal,
 )
-from tests.served_models import BATCHED_KINDS, write
-from tiered_cache import TieredCache
+from tests.served_models import BATCHED_KINDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TURN = 3  # tokens of a template around a message, at most, and the last one of an answer, which is not in the cache yet
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Directories of models, written when first asked for."""
-    root = tmp_path_factory.mktemp("models")
-
-    def get(kind: str, seed: int = 0) -> Path:
-        path = root / f"{kind}-{seed}"
-        return path if path.exists() else write(path, kind, seed)
-
-    return get
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Callable[..., Path]:
-    """A configuration file with the test's own directory."""
-
-    def make(memory: str = "64MB", budget: str = "200MB", write: str = "evict", shortest: int = 32) -> Path:
-        path = tmp_path / "tiered-cache.toml"
-        path.write_text(
-            f'[ram]\nmax_memory = "{memory}"\nmin_prefix_tokens = {shortest}\n[promotion]\npolicy = "always"\n'
-            f'[ssd]\npath = "{tmp_path / "cache"}"\nbudget = "{budget}"\nmin_free = "1MB"\nwrite = "{write}"\n'
-        )
-        return path
-
-    return make
 
 
 THINGS = {"Ada": "keel", "Ben": "mast", "Cleo": "rudder"}
@@ -276,52 +239,3 @@ def test_a_second_signal_cuts_answers_short(models, config):
         assert server.end(signal.SIGINT) == 0
         assert time.monotonic() - start < 5
         connection.close()
-
-
-def test_bad_input_gets_a_sentence(models, config, tmp_path):
-    model = ["--config", config(), "--model", models("llama")]
-    with socket.socket() as taken, ThreadPoolExecutor(2) as pool:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        calls = {
-            "--no-such-flag": [*model, "--no-such-flag"],
-            "cannot be read": ["--config", tmp_path / "none.toml", "--model", models("llama")],
-            f"port {port} of 127.0.0.1 is in use": [*model, "--port", port],
-            "/no/such/model cannot be used": ["--config", config(), "--port", free_port(), "--model", "/no/such/model"],
-        }
-        for expected, told in zip(calls, pool.map(lambda c: refusal(*c), calls.values()), strict=True):
-            assert expected in told
-    with TieredCache.open({"ssd": {"path": str(tmp_path / "cache")}}, model=Nothing()):
-        assert "in use by process" in refusal(*model, "--port", free_port())
-
-
-class Nothing:
-    def make_cache(self) -> list[Any]:
-        return []
-
-
-def test_help_shows_both_sets_of_options():
-    command = [str(Path(sys.executable).with_name("tiered-cache")), "serve", "--help"]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert out.index("--config") < out.index("mlx_lm.server are taken") < out.index("--decode-concurrency")
-
-
-def test_the_readmes_command_answers(models, config):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (words,) = [line.split() for line in readme.splitlines() if line.startswith("tiered-cache serve ")]
-    values = {"--model": str(models("llama")), "--port": str(free_port())}
-    given = [values.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-    command = [str(Path(sys.executable).parent / given[0]), *given[1:], "--config", str(config())]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        try:
-            for _ in range(600):
-                with suppress(OSError), socket.create_connection(("127.0.0.1", int(values["--port"]))):
-                    break
-                time.sleep(0.05)
-            client = Client(int(values["--port"]))
-            assert client.ask(chat(FIRST[0])).text
-            assert client.ask(chat(FIRST[0])).cached > len(FIRST[0])
-        finally:
-            process.terminate()
-            assert process.wait(30) == 0

@@ -41,6 +41,8 @@ def main() -> None:
     """Entry point. What a person did wrong is one sentence on stderr and exit code 2."""
     try:
         app()
+    except (KeyError, IndexError):
+        raise  # a fault of ours, though a LookupError
     except (ConfigError, TierError, TraceError, LookupError, OSError, DatabaseError) as e:
         print(f"tiered-cache: {e}", file=sys.stderr)
         sys.exit(2)
@@ -49,7 +51,7 @@ def main() -> None:
 @app.command()
 def demo(
     model: Annotated[str | None, typer.Option(help="Model directory or repository, instead of SmolLM2-135M.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="About two minutes instead of ten.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="About two minutes instead of five.")] = False,
     data: Annotated[Path | None, typer.Option(help="Keep the cache in this directory.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -25,7 +25,7 @@ def simulate(
     ],
     ram: Annotated[str, typer.Option(help="Sizes of the RAM tier, like 1GB,4GB.")] = "8GB",
     ssd: Annotated[str, typer.Option(help="Sizes of the SSD tier, like 20GB,100GB; 0: none.")] = "0,50GB",
-    token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of state a token; `show` tells a model's.")] = 98304,
+    token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of state a token: see `show`.")] = 98304,
     ratio: Annotated[float, typer.Option(min=0.01, max=1, help="Bytes in files / bytes of state.")] = 0.68,
     admission: Admissions = "second-touch",
     as_json: Json = False,

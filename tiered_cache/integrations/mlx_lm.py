@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple, Self
 
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from tiered_cache.cache_helpers import is_trimmable, trim_to_offset
-from tiered_cache.config import Config
+from tiered_cache.config import Config, format_size
 from tiered_cache.engine import TieredCache
 from tiered_cache.prefix_tree import Hint
 from tiered_cache.promotion import Promotion
@@ -22,6 +24,7 @@ from tiered_cache.runtime import Runtime
 log = logging.getLogger("tiered_cache")
 
 NO_DEADLINE = 86400.0
+MOMENT = 0.05  # seconds between looks at whether a fetch may still wait
 
 Key = Hashable
 Resolve = Callable[[Any], Any]
@@ -41,11 +44,14 @@ class Known(NamedTuple):
 
 
 class TieredPromptCache:
-    """Takes the place of an `LRUPromptCache`, of mlx-lm 0.31.3 or newer, in any program that is given one.
+    """Takes the place of an `LRUPromptCache`, of mlx-lm 0.31.3 or newer, in a program that is given one.
+
+    It has to know more than that one: the model, by `add_model` for each key, or by `resolve`; and when the program
+    ends, by `close` or the end of a `with` block.
 
     States are kept by what the model is (its weights, adapter, draft model), not by the key that a program has for it.
     `fetch_nearest_cache`, `insert_cache` and `add_model` belong to the thread that runs the model, all else to any.
-    No method but `close` raises: a fault is a miss, is logged once for each kind, and counted in `stats`.
+    No method but `flush` and `close` raises: a fault is a miss, is logged once for each kind, and counted in `stats`.
     """
 
     def __init__(
@@ -88,18 +94,21 @@ class TieredPromptCache:
             models = tuple(weakref.ref(m) for m in (model, draft) if m is not None)
             self._known[key] = Known(cache, [type(layer) for layer in make_prompt_cache(whole)], models)
         except Exception as e:  # whatever a model's class raises: it is served without the cache
-            self._known[key] = None
             self._fault("add_model", e)
-        return self._known[key] is not None
+            with suppress(TypeError):  # it cannot be a key at all
+                self._known[key] = None
+            return False
+        return True
 
     def _of(self, key: Key) -> Known | None:
         found = self._resolve(key) if self._resolve else None
         models = found if isinstance(found, tuple) else (found,)
         known = self._known.get(key)
         if models[0] is not None and (key not in self._known or (known and not known.is_of(models))):
-            self.add_model(key, *models)
+            self.add_model(key, *models, name=known.cache.ram.label if known else None)
         if key not in self._known:
-            self._count("unknown_model", f"no model is known for the key {key!r}: served without the cache")
+            remedy = "call add_model(key, model), or pass resolve="
+            self._count("unknown_model", f"no model is known for the key {key!r}, so nothing is kept: {remedy}")
         return self._known.get(key)
 
     # -- as LRUPromptCache
@@ -131,8 +140,9 @@ class TieredPromptCache:
         """Bring back what was not promoted beforehand, as far as the program can wait now."""
         seconds = self._wait()
         promotion = known.cache.promote(tokens, leave=1, tenant=self._tenant) if seconds > 0 else None
-        if promotion:
-            done(promotion).wait(seconds)
+        end, arrived = time.monotonic() + seconds, done(promotion) if promotion else None
+        while arrived and not arrived.wait(MOMENT) and time.monotonic() < end and self._wait() > 0:
+            pass  # until somebody else comes, who must not wait for this disk
         return promotion
 
     def _fits(self, state: list[Any], classes: list[type]) -> bool:
@@ -189,13 +199,13 @@ class TieredPromptCache:
             return sum(root.sequences for root in self._runtime.pool.tree.roots.values())
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        """What each tier holds: "ram" sequences and bytes of state, "ssd" blocks and bytes of files."""
+        """What each tier holds: "ram" sequences and bytes of state; "ssd, in blocks" blocks and bytes of files."""
         found = {"ram": {"n_sequences": len(self), "n_bytes": self.nbytes}}
         tier = self._runtime.tier
         try:
             if tier:
                 stats = tier.stats()
-                found["ssd"] = {"n_sequences": stats["blocks"], "n_bytes": stats["file_bytes"]}
+                found["ssd, in blocks"] = {"n_sequences": stats["blocks"], "n_bytes": stats["file_bytes"]}
         except Exception as e:
             self._fault("stats", e)
         return found
@@ -221,12 +231,15 @@ class TieredPromptCache:
 
     def prefilled(self, model: Key, tokens: int, seconds: float) -> None:
         """Tell how long computing so many tokens of a prompt took: see `TieredCache.prefilled`. Any thread."""
-        if known := self._known.get(model):
-            known.cache.prefilled(tokens, seconds)
+        try:
+            if known := self._known.get(model):
+                known.cache.prefilled(tokens, seconds)
+        except Exception as e:
+            self._fault("prefilled", e)
 
     def stats(self) -> dict[str, Any]:
         """`TieredCache.stats` of each model by its label, and the faults that became misses."""
-        models = {known.cache.ram.label: known.cache.stats() for known in self._known.values() if known}
+        models = {known.cache.ram.label: known.cache.stats() for known in list(self._known.values()) if known}
         return {"models": models, "faults": dict(self.counters)}
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -236,6 +249,20 @@ class TieredPromptCache:
     def close(self) -> None:
         """Write what RAM holds to the SSD within `ssd.close_deadline`, and end all threads. Idempotent."""
         self._runtime.close()
+
+    def __str__(self) -> str:
+        """For logs: where and how much."""
+        tier, limit = self._runtime.tier, format_size(self.config.ram_limit())
+        if tier is None:
+            return f"RAM {limit}; no SSD ({self._runtime.ssd_off})"
+        blocks, budget = len(tier.catalog), format_size(tier.options.budget)
+        return f"RAM {limit}; SSD {tier.options.path}, {budget}, {blocks} blocks there"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _fault(self, what: str, error: Exception) -> None:
         kind = type(error).__name__

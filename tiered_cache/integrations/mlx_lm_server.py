@@ -87,7 +87,9 @@ class Generator(ResponseGenerator):
         """Starts the thread that loads and runs the model. `failed` is called where the first model does not load."""
         self.cache = cache
         self.failure: Exception | None = None
+        self.loaded = False  # the model that the flags name, if they name one
         self.stopping = False
+        self.cut = False  # answers that run now end before they are whole
         self.visits: set[Visit] = set()
         self._failed = failed
         self._local = threading.local()
@@ -106,19 +108,25 @@ class Generator(ResponseGenerator):
             provider.load_default()
             if provider.model is not None:
                 self.cache.add_model(provider.model_key, provider.model, provider.draft_model, name=label(provider))
+            self.loaded = True
         except Exception as e:  # whatever a hub, a parser or a model class raises
             self.failure = e
             self._failed()
             return
         finally:
             self._loaded.set()
-        super()._generate()
+        try:
+            super()._generate()
+        except Exception as e:  # it would serve nobody any more: whoever watches the process shall start it again
+            log.exception("the thread that runs the model has ended")
+            self.failure = e
+            self._failed()
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         with self._lock:
             found = self._tokenized.pop(id(request), None)
-        self._prepared = found is not None
-        if found and found[0] is tokenizer:
+        self._prepared = bool(found and found[0] is tokenizer)
+        if found and self._prepared:
             return found[1]
         with self._tokenizing:
             return super()._tokenize(tokenizer, request, args)
@@ -126,7 +134,8 @@ class Generator(ResponseGenerator):
     def patience(self) -> float:
         """Seconds that a fetch may wait for the SSD: none while it would hold up another stream."""
         with self._lock:
-            return 0.0 if self._prepared or len(self.visits) > 1 else self.cache.patience
+            alone = len(self.visits) == 1 and not self.stopping and not any(v.gone() for v in self.visits)
+            return self.cache.patience if alone and not self._prepared else 0.0
 
     # -- on the threads of requests
 
@@ -153,17 +162,25 @@ class Generator(ResponseGenerator):
             progress = self._progress(visit, progress_callback)
             visit.context, responses = super().generate(request, generation_args, progress)
             visit.begun = time.monotonic()
-            return visit.context, responses
+            return visit.context, self._whole(responses)
         finally:
             with self._lock:
                 self._tokenized.pop(id(request), None)
 
+    def _whole(self, responses: Iterator[Any]) -> Iterator[Any]:
+        """An answer; one that was cut short by the server's end must not look like a whole one."""
+        yield from responses
+        if self.cut:
+            raise ConnectionAbortedError("the server is being stopped")
+
     def _prepare(self, visit: Visit, request: Any, args: Any) -> None:
-        """Have in RAM what both tiers hold of a request's prompt."""
+        """Have in RAM what both tiers hold of a request's prompt. Raises ValueError for what would end the model's
+        thread."""
         self._await(visit, self._loaded, None)
         provider = self.model_provider
         key, tokenizer = provider.model_key, provider.tokenizer
-        if tokenizer is None or key is None or args.model.model not in ("default_model", key[0]):
+        check_arguments(args, getattr(getattr(provider.model, "args", None), "vocab_size", None))
+        if tokenizer is None or key is None or asked_for(provider, args.model) != key:
             return  # a model to be loaded yet
         try:
             if has_images(request):
@@ -172,6 +189,7 @@ class Generator(ResponseGenerator):
                 tokenized = super()._tokenize(tokenizer, copy.deepcopy(request), args)
         except Exception:
             return  # the model's thread will meet the same, and answer
+        check_prompt(tokenized[0])
         with self._lock:
             self._tokenized[id(request)] = tokenizer, tokenized
         visit.promotion = self.cache.promote(key, tokenized[0])
@@ -181,12 +199,12 @@ class Generator(ResponseGenerator):
     def _await(self, visit: Visit, event: threading.Event, seconds: float | None) -> None:
         end = None if seconds is None else time.monotonic() + seconds
         while not event.wait(POLL) and (end is None or time.monotonic() < end):
-            if visit.gone() or self.stopping:
+            if visit.gone():
+                raise ConnectionAbortedError("the client has gone")
+            if self.stopping:
                 break
         if self.stopping:
             raise ConnectionAbortedError("the server is being stopped")
-        if visit.gone():
-            raise ConnectionAbortedError("the client has gone")
 
     def _progress(self, visit: Visit, callback: Any) -> Callable[[int, int], None]:
         """The callback of a prompt's progress, on the request's thread; it tells the cache what computing costs."""
@@ -218,6 +236,7 @@ class Generator(ResponseGenerator):
             pass
         with self._lock:
             late = list(self.visits)
+        self.cut = bool(late)
         for visit in late:
             visit.stop()
         thread = threading.Thread(target=self.stop_and_join, daemon=True)
@@ -240,6 +259,34 @@ def label(provider: Any) -> str | None:
     with suppress(TypeError, IndexError):
         return str(provider.model_key[0]).rstrip("/").rpartition("/")[2] or None
     return None
+
+
+def asked_for(provider: Any, model: Any) -> Any:
+    """The key of the model that a request names, as mlx-lm's provider makes it; None where that has changed."""
+    with suppress(AttributeError):
+        return (
+            provider._model_map.get(model.model, model.model),
+            provider._adapter_map.get(model.model, model.adapter),
+            provider._draft_model_map.get(model.draft, model.draft),
+        )
+    return None
+
+
+def check_arguments(args: Any, vocabulary: int | None) -> None:
+    """Raise ValueError for what mlx-lm would take, and its thread end with: then nobody is served any more."""
+    if not isinstance(args.stop_words, list) or not all(isinstance(w, str) and w for w in args.stop_words):
+        raise ValueError("stop must be a string, or a list of strings")
+    if vocabulary:
+        if args.sampling.top_k > vocabulary:
+            raise ValueError(f"top_k must be {vocabulary} at most")
+        if any(not 0 <= token < vocabulary for token in args.logits.logit_bias or {}):
+            raise ValueError(f"logit_bias must name tokens below {vocabulary}")
+
+
+def check_prompt(tokens: Any) -> None:
+    """Raise ValueError for what is no prompt: as `check_arguments`."""
+    if not len(tokens) or not all(isinstance(t, int) for t in tokens):
+        raise ValueError("the prompt must be a text that is not empty")
 
 
 def has_images(request: Any) -> bool:

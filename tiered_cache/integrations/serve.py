@@ -15,9 +15,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, NoReturn
 
 import mlx.core as mx
+from huggingface_hub.constants import HF_HUB_CACHE
 from mlx_lm import server
 
 from tiered_cache.config import Config
@@ -70,8 +72,8 @@ class Stop:
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number, handler in before.items():  # one more signal must not disturb the last steps of an orderly end
+                signal.signal(number, signal.SIG_IGN if self.asked else handler)
 
 
 def serve(config: Config, argv: Sequence[str]) -> int:
@@ -95,6 +97,10 @@ def serve(config: Config, argv: Sequence[str]) -> int:
     try:
         _restore(["tiered-cache serve", *argv], run, _refuse)
         server.main()
+    except (KeyError, ValueError) as e:
+        if server.run is not run:
+            raise  # not while the flags were parsed
+        raise CannotServe(f"an option has a value that cannot be used ({e}); see `tiered-cache serve --help`") from e
     finally:
         _restore(*before)
     return 0
@@ -110,8 +116,11 @@ def _refuse(_: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def _run(config: Config, argv: Sequence[str], stop: Stop, host: str, port: int, provider: Any) -> None:
-    _check_port(host, port)
     flags = provider.cli_args
+    _check_port(host, port)
+    _check_models(flags)
+    # mlx-lm lists models by looking there, and gives no answer where it is missing.
+    Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     bits = getattr(flags, "kv_bits", None)
     cache = TieredPromptCache(
         limited(config, flags, argv),
@@ -121,6 +130,7 @@ def _run(config: Config, argv: Sequence[str], stop: Stop, host: str, port: int, 
         quantized=bool(bits),
         wait=lambda: generator.patience(),
     )
+    log.info("cache: %s", cache)
     try:
         generator = Generator(provider, cache, stop.now)
         ended = False
@@ -135,6 +145,8 @@ def _run(config: Config, argv: Sequence[str], stop: Stop, host: str, port: int, 
         cache.close()
     if generator.failure:
         problem = textwrap.shorten(f"{type(generator.failure).__name__}: {generator.failure}", 300)
+        if generator.loaded:
+            raise CannotServe(f"the thread that runs the model has ended, what it had is saved: {problem}")
         raise CannotServe(f"{flags.model} cannot be used as the model: {problem}")
     if not ended:
         log.warning("the thread that runs the model did not stop in time; leaving it")
@@ -177,8 +189,18 @@ def limited(config: Config, flags: argparse.Namespace, argv: Sequence[str]) -> C
     return config.model_copy(update={"ram": config.ram.model_copy(update=changed)})
 
 
+def _check_models(flags: argparse.Namespace) -> None:
+    """Raise `CannotServe` where what looks like a directory is none: mlx-lm would look for it on a hub."""
+    for name in ("model", "draft_model", "adapter_path"):
+        value = getattr(flags, name, None)
+        if value and str(value).startswith((".", "/", "~")) and not Path(value).expanduser().is_dir():
+            raise CannotServe(f"--{name.replace('_', '-')} {value}: there is no such directory")
+
+
 def _check_port(host: str, port: int) -> None:
     """Raise `CannotServe` where nothing can listen there, before a model is loaded for minutes."""
+    if not 0 <= port <= 65535:
+        raise CannotServe(f"there is no port {port}; give a --port up to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -188,5 +210,6 @@ def _check_port(host: str, port: int) -> None:
             probe.bind(address)
     except (OSError, OverflowError) as e:
         if isinstance(e, OSError) and e.errno == errno.EADDRINUSE:
-            raise CannotServe(f"port {port} of {host} is in use; give another --port, or stop who uses it") from e
+            remedy = "give another --port, or stop the program that uses it"
+            raise CannotServe(f"port {port} of {host} is in use; {remedy}") from e
         raise CannotServe(f"nothing can listen on {host}, port {port} ({e}); give another --host or --port") from e
