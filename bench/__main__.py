@@ -30,10 +30,12 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the full sizes, where they take minutes")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of request traces to replay")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there; - for standard output")
+    parser.add_argument("--onto", type=Path, metavar="FILE", help="add to what an earlier run wrote with --json")
     parser.add_argument("--page", type=Path, metavar="DIR", help="write a Markdown page, and plots, there")
     arguments = parser.parse_args()
     if unknown := [n for n in arguments.names if n not in MEASUREMENTS]:
         parser.error(f"no measurement {unknown[0]}; there are {', '.join(MEASUREMENTS)}")
+    earlier = json.loads(arguments.onto.read_text())["results"] if arguments.onto else []
     options = Options(arguments.quick, arguments.full, arguments.traces)
     run = report.Run([], {}, {})
     for name in arguments.names or MEASUREMENTS:
@@ -41,12 +43,17 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(prefix="tiered-cache-bench-"))
         load = report.Load()
         try:
-            run.results.extend(apart(MEASUREMENTS[name], folder, options))
+            found = apart(MEASUREMENTS[name], folder, options)
             run.others[name] = load.others()
+            run.results.extend(found)
+            for result in found:  # at once: who interrupts has seen what was measured
+                print(f"  {result.what}: {result.value}", file=sys.stderr, flush=True)
         except Skipped as e:
             run.skipped[name] = str(e)
         finally:
             shutil.rmtree(folder)
+    together = {r["key"]: Result(**r) for r in earlier} | {r.key: r for r in run.results}
+    run = run._replace(results=list(together.values()))
     text = json.dumps(report.document(run), indent=2) + "\n"
     if str(arguments.json) == "-":
         print(text, end="")

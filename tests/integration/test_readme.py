@@ -7,7 +7,7 @@ import threading
 import tomllib
 from pathlib import Path
 
-from tests.models import random_tokens, tiny_llama
+from tests.models import prefill, random_tokens, tiny_llama
 from tiered_cache import Config, TieredCache
 from tiered_cache.cli import app
 
@@ -18,10 +18,25 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.S)
 
 
+def example(word: str) -> str:
+    """The one of Python that says this."""
+    (found,) = [b for b in blocks("python") if word in b]
+    return found
+
+
+def test_the_example_of_a_prompt_cache_reuses_what_it_stored(make_config):
+    model, tokens = tiny_llama(), random_tokens(400, 1)
+    code = example("TieredPromptCache").replace('"tiered-cache.toml"', "config")
+    for run in range(2):
+        state, _ = prefill(model, tokens)
+        names = {"model": model, "config": make_config(), "tokens": tokens, "state_of_tokens": state}
+        exec(code, names)
+        assert len(names["rest"]) == (1 if run else 400)
+
+
 def test_the_embedding_example_reuses_what_it_stored(make_config):
     model, tokens = tiny_llama(), random_tokens(400, 1)
-    _, embedding, _ = blocks("python")
-    code = re.sub(r"^model, tokenizer = load.*$", "", embedding, flags=re.M)
+    code = re.sub(r"^(model, tokenizer = load|tokens = tokenizer).*$", "", example("generate_step"), flags=re.M)
     code = code.replace('"tiered-cache.toml"', "config").replace("max_tokens=100", "max_tokens=8")
     for run in range(2):
         names = {"model": model, "config": make_config(), "tokens": tokens}
@@ -38,7 +53,7 @@ def test_the_scheduler_example_gets_its_request(make_config):
             "cache": cache, "wake": wake.set, "request_id": 7, "tokens": random_tokens(400, 1),
             "start": lambda *request: started.append(request),
         }  # fmt: skip
-        exec(blocks("python")[2], names)
+        exec(example("handoff"), names)
     assert [(r[0], r[1], len(r[2])) for r in started] == [(7, None, 400)]
     assert wake.is_set()
 

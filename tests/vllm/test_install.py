@@ -402,6 +402,6 @@ def test_what_cannot_be_installed_says_so_in_a_sentence(monkeypatch):
 
 def test_the_readmes_example_installs_it(make_config):
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    code = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0]
+    (code,) = [b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "vllm_mlx" in b]
     exec(code.replace('"tiered-cache.toml"', "config"), {"config": make_config()})
     assert isinstance(scheduler_of(tiny_llama()).memory_aware_cache, ours.ScheduledCache)
