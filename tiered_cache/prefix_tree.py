@@ -35,6 +35,13 @@ HINTS: tuple[Hint, ...] = ("drop", "normal", "keep")
 DROP, NORMAL, KEEP = range(3)  # what a host says of a sequence: not to be kept for long; to be kept longest
 
 
+def hint_level(hint: str) -> int:
+    """DROP, NORMAL or KEEP. Raises ValueError."""
+    if hint not in HINTS:
+        raise ValueError(f"hint must be one of {', '.join(HINTS)}, not {hint!r}")
+    return HINTS.index(hint)
+
+
 class Node:
     """One block of a chain, or a namespace's root (which has no state)."""
 

@@ -17,7 +17,7 @@ from tiered_cache.layer_tree import Quantization, Refused, plain_of
 from tiered_cache.look_up_log import LookUpLog
 from tiered_cache.metrics import CacheStats, Rate
 from tiered_cache.plans import NOTHING, Chain, Plan, Prepared, best_plan
-from tiered_cache.prefix_tree import DROP, HINTS, Hint, Node, in_ram, token_bytes
+from tiered_cache.prefix_tree import DROP, Hint, Node, hint_level, in_ram, token_bytes
 
 log = logging.getLogger("tiered_cache")
 
@@ -203,8 +203,6 @@ class RamTier:
         go, never written to the SSD), "keep" for what goes after all else, in both tiers. Never raises for what a model
         hands it. Model's thread.
         """
-        if hint not in HINTS:
-            raise ValueError(f'hint must be "drop", "normal" or "keep", not {hint!r}')
         try:
             ids = token_bytes(tokens)
         except (OverflowError, TypeError) as e:
@@ -231,7 +229,7 @@ class RamTier:
         checkpoint = len(state.whole.data) if state.whole else 0
         if state.layout.token_bytes * len(tokens) + checkpoint > self.pool.ledger.limit:
             return self._refuse("too_large", None)
-        return self._store_blocks(chain, ids, state, evict_prefixes, HINTS.index(hint))
+        return self._store_blocks(chain, ids, state, evict_prefixes, hint_level(hint))
 
     def _store_blocks(
         self, chain: Chain, ids: bytes, state: layers.State, evict_prefixes: bool, hint: int
