@@ -25,7 +25,7 @@ from tests.blocks import Recorder, blob, block, chain, content, keys, listing, o
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
-FLIPS = 10_000
+FLIPS = int(os.environ.get("FLIPS", "4000"))  # FLIPS=10000 for a longer look
 FULL = 300  # of these through a whole tier: open, read all, close
 PARTS = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 
@@ -122,7 +122,7 @@ def open_and_check(t: Template) -> str:
     return "rebuilt" if found.rebuilt else f"{len(found.contents.entries) // 10 * 10} rows or more"
 
 
-def test_ten_thousand_damaged_indexes_open_or_say_why_not_and_serve_nothing_wrong(template):
+def test_thousands_of_damaged_indexes_open_or_say_why_not_and_serve_nothing_wrong(template):
     rng, outcomes, left, slowest = random.Random(20), Counter(), Counter(), 0.0
     for case in range(FLIPS):
         restore(template, flipped(template.index, rng, 1 if case % 2 else rng.randrange(2, 20)))

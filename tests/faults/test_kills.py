@@ -25,7 +25,7 @@ from tests.faults.scripts import flushed, make_scripts, put
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 KILLS = 1000
-CACHE_KILLS = 60
+CACHE_KILLS = int(os.environ.get("CACHE_KILLS", "40"))
 AT_EACH_POINT = 100
 NBYTES = 16384
 POINTS = {

@@ -23,7 +23,7 @@ from tests.models import same_state
 from tests.states import ShapeOnlyModel, state_of
 from tiered_cache import TieredCache
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "40"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "30"))
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(SECONDS + 120)]
 
 MODEL = ShapeOnlyModel()
