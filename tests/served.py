@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
+from unittest.mock import patch
 
 Messages = list[dict[str, str]]
 SLOW = 1.5  # seconds
@@ -207,7 +208,7 @@ def main() -> None:
         return write(*arguments)
 
     ssd_tier.tier.read_block = slow_read
-    Directory.write = full_write  # type: ignore[method-assign]
+    patch.object(Directory, "write", full_write).start()
     command()
 
 
