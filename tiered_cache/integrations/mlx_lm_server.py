@@ -179,9 +179,10 @@ class Generator(ResponseGenerator):
         self._await(visit, self._loaded, None)
         provider = self.model_provider
         key, tokenizer = provider.model_key, provider.tokenizer
-        check_arguments(args, getattr(getattr(provider.model, "args", None), "vocab_size", None))
+        check_stop(args.stop_words)
         if tokenizer is None or key is None or asked_for(provider, args.model) != key:
             return  # a model to be loaded yet
+        check_tokens(args, getattr(getattr(provider.model, "args", None), "vocab_size", None))
         try:
             if has_images(request):
                 return
@@ -272,10 +273,14 @@ def asked_for(provider: Any, model: Any) -> Any:
     return None
 
 
-def check_arguments(args: Any, vocabulary: int | None) -> None:
+def check_stop(words: Any) -> None:
     """Raise ValueError for what mlx-lm would take, and its thread end with: then nobody is served any more."""
-    if not isinstance(args.stop_words, list) or not all(isinstance(w, str) and w for w in args.stop_words):
+    if not isinstance(words, list) or not all(isinstance(w, str) and w for w in words):
         raise ValueError("stop must be a string, or a list of strings")
+
+
+def check_tokens(args: Any, vocabulary: int | None) -> None:
+    """Raise ValueError for tokens that the model does not have: as `check_stop`."""
     if vocabulary:
         if args.sampling.top_k > vocabulary:
             raise ValueError(f"top_k must be {vocabulary} at most")
@@ -284,7 +289,7 @@ def check_arguments(args: Any, vocabulary: int | None) -> None:
 
 
 def check_prompt(tokens: Any) -> None:
-    """Raise ValueError for what is no prompt: as `check_arguments`."""
+    """Raise ValueError for what is no prompt: as `check_stop`."""
     if not len(tokens) or not all(isinstance(t, int) for t in tokens):
         raise ValueError("the prompt must be a text that is not empty")
 

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NoReturn
@@ -120,7 +120,8 @@ def _run(config: Config, argv: Sequence[str], stop: Stop, host: str, port: int, 
     _check_port(host, port)
     _check_models(flags)
     # mlx-lm lists models by looking there, and gives no answer where it is missing.
-    Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):
+        Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     bits = getattr(flags, "kv_bits", None)
     cache = TieredPromptCache(
         limited(config, flags, argv),
